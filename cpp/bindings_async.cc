@@ -1,0 +1,136 @@
+// Transfers as Python sees them.
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace kvstore {
+namespace {
+
+// Moved into the worker's closure; ends with it, before the transfer is called done.
+struct AsyncPut {
+  AsyncPut(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain, uint32_t version,
+           const std::vector<std::string>& texts, uint64_t part_bytes, const std::shared_ptr<LocalStore>& at)
+      : store(at),
+        blocks(buffers.blocks()),
+        arguments(keys, buffers, skip, chain, version, texts, part_bytes, *at),
+        loan(at->node(), blocks, false) {}
+  std::shared_ptr<LocalStore> store;
+  std::vector<BlockMemory> blocks;
+  PutArguments arguments;
+  Node::Loan loan;
+};
+
+struct AsyncGet {
+  AsyncGet(const py::buffer& keys, const Buffers& buffers, const std::shared_ptr<LocalStore>& at)
+      : store(at), keys(to_keys(keys)), blocks(buffers.blocks()), loan(store->node(), blocks, true) {}
+  std::shared_ptr<LocalStore> store;
+  std::vector<BlockKey> keys;
+  std::vector<BlockMemory> blocks;
+  Node::Loan loan;
+};
+
+}  // namespace
+
+std::shared_ptr<Transfer> Store::submit(std::function<void(Transfer&)> work, bool here) {
+  auto transfer = transfers_->submit(std::move(work), here);
+  if (transfer == nullptr) {
+    raise_error("KvstoreError", std::to_string(Transfers::kFinishedMax) +
+                                    " transfers have finished and nobody has collected them; call drain(), or wait for each");
+  }
+  return transfer;
+}
+
+std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
+                                           uint32_t version, const std::vector<std::string>& texts,
+                                           int64_t timeout_ns) {
+  const Call call(*this);
+  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, part_bytes_, local_);
+  check_sizes(job->arguments.lengths, local_->node());
+  if (!job->loan.granted()) raise_busy();
+  return submit(
+      [job, limits = limits_for(timeout_ns)](Transfer& transfer) mutable {
+        limits.cancelled = &transfer.cancelled;
+        if (transfer.cancelled.load()) {
+          transfer.put.statuses.assign(job->blocks.size(), Status::kCancelled);
+        } else {
+          transfer.put = job->store->put(job->arguments.request, job->blocks, limits);
+        }
+      },
+      false);
+}
+
+std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers& buffers, int64_t timeout_ns) {
+  const Call call(*this);
+  auto job = std::make_shared<AsyncGet>(keys, buffers, local_);
+  if (!job->loan.granted()) raise_busy();
+  return submit(
+      [job, limits = limits_for(timeout_ns)](Transfer& transfer) mutable {
+        limits.cancelled = &transfer.cancelled;
+        if (transfer.cancelled.load()) {
+          transfer.get.statuses.assign(job->blocks.size(), Status::kCancelled);
+          transfer.get.bytes.assign(job->blocks.size(), 0);
+        } else {
+          transfer.get = job->store->get(job->keys, job->blocks, limits);
+        }
+      },
+      false);
+}
+
+std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip, uint16_t ranks) {
+  const Call call(*this);
+  // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
+  return submit([&](Transfer& transfer) { transfer.matched = local_->match(to_keys(keys), skip, ranks); }, true);
+}
+
+std::vector<std::shared_ptr<Transfer>> Store::drain() {
+  const Call call(*this);
+  return transfers_->drain();
+}
+
+bool Store::wait(Transfer& transfer, int64_t timeout_ns) {
+  check_fork(pid_);  // also after close(): what was submitted can still be asked for
+  const CallLimits limits = limits_for(timeout_ns);
+  bool done = transfer.done.load() && transfers_->wait(transfer, limits.deadline);
+  if (!done) without_gil_if(true, [&] { done = transfers_->wait(transfer, limits.deadline); });
+  return done;
+}
+
+int Store::event_fd() {
+  const Call call(*this);
+  return transfers_->event_fd();
+}
+
+int Store::await_fd() {
+  const Call call(*this);
+  return transfers_->await_fd();
+}
+
+void Store::set_awaiting(bool awaiting) {
+  check_fork(pid_);
+  transfers_->set_awaiting(awaiting);
+}
+
+void bind_async(py::module_& m, StoreClass& store) {
+  store.def("put_async", &Store::put_async)
+      .def("get_async", &Store::get_async)
+      .def("match_async", &Store::match_async)
+      .def("drain", &Store::drain)
+      .def("wait", &Store::wait)
+      .def("event_fd", &Store::event_fd)
+      .def("await_fd", &Store::await_fd)
+      .def("set_awaiting", &Store::set_awaiting);
+  py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
+      .def_readonly("id", &Transfer::id)
+      .def_property_readonly("done", [](const Transfer& self) { return self.done.load(); })
+      .def("cancel", [](Transfer& self) { self.cancelled.store(true); })
+      .def("put_result", [](const Transfer& self) { return to_python(self.put); })
+      .def("get_result",
+           [](const Transfer& self, const Buffers& buffers) { return to_python(self.get, buffers.blocks()); })
+      .def_property_readonly("matched", [](const Transfer& self) { return self.matched; });
+}
+
+}  // namespace kvstore

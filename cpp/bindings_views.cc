@@ -1,0 +1,298 @@
+// Leases, views and grants as Python sees them.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace kvstore {
+namespace {
+
+// A lease that views hang on: it ends with close() and the last export, whichever is later.
+struct ViewHold {
+  std::shared_ptr<LocalStore> store;
+  std::shared_ptr<LeaseBatch> leases;
+  pid_t pid;
+  size_t exports = 0;
+  bool closed = false;
+
+  void end_if_unused() {
+    if (closed && exports == 0 && getpid() == pid) store->release(*leases);
+  }
+};
+
+// One extent of a block. Only memoryviews over it are handed out; it counts them, which pybind11's buffers cannot.
+struct ExtentObject {
+  PyObject_HEAD
+  std::shared_ptr<ViewHold>* hold;
+  uint8_t* data;
+  Py_ssize_t bytes;
+};
+
+int extent_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  auto* extent = reinterpret_cast<ExtentObject*>(self);
+  if (PyBuffer_FillInfo(view, self, extent->data, extent->bytes, 1, flags) != 0) return -1;
+  ++(*extent->hold)->exports;
+  return 0;
+}
+
+void extent_releasebuffer(PyObject* self, Py_buffer*) {
+  ViewHold& hold = **reinterpret_cast<ExtentObject*>(self)->hold;
+  --hold.exports;
+  hold.end_if_unused();
+}
+
+void extent_dealloc(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<ExtentObject*>(self)->hold;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* extent_type() {
+  static PyType_Slot slots[] = {
+      {Py_tp_dealloc, reinterpret_cast<void*>(extent_dealloc)},
+      {Py_bf_getbuffer, reinterpret_cast<void*>(extent_getbuffer)},
+      {Py_bf_releasebuffer, reinterpret_cast<void*>(extent_releasebuffer)},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {"kvstore._core.Extent", sizeof(ExtentObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+py::object make_view(const std::shared_ptr<ViewHold>& hold, uint8_t* data, uint64_t bytes) {
+  PyTypeObject* const type = extent_type();
+  const py::object extent = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
+  if (!extent) throw py::error_already_set();
+  auto* object = reinterpret_cast<ExtentObject*>(extent.ptr());
+  object->hold = new std::shared_ptr<ViewHold>(hold);
+  object->data = data;
+  object->bytes = static_cast<Py_ssize_t>(bytes);
+  return py::reinterpret_steal<py::object>(PyMemoryView_FromObject(extent.ptr()));
+}
+
+// ---- leases ------------------------------------------------------------------------------------
+
+class Leases {
+ public:
+  Leases(Store& store, std::shared_ptr<LeaseBatch> batch)
+      : store_(store.local()), batch_(std::move(batch)), pid_(store.pid()) {}
+  ~Leases() {
+    if (getpid() == pid_) release();
+  }
+  Leases(const Leases&) = delete;
+  Leases& operator=(const Leases&) = delete;
+
+  std::vector<uint64_t> lengths() const {
+    std::vector<uint64_t> lengths;
+    for (const auto& item : batch_->items) lengths.push_back(item ? item->length : 0);
+    return lengths;
+  }
+
+  py::tuple read(size_t first, const Buffers& buffers, uint64_t range_first, uint64_t range_bytes, int64_t timeout_ns) {
+    check_open();
+    const std::vector<BlockMemory>& blocks = buffers.blocks();
+    if (first + blocks.size() > batch_->items.size()) raise_error("InvalidArgument", "more targets than leased blocks");
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto& item = batch_->items[first + i];
+      if (item && range_first >= item->length) raise_error("InvalidArgument", "the part lies beyond the block's end");
+    }
+    const Node::Loan loan(store_->node(), blocks, true);
+    if (!loan.granted()) raise_busy();
+    GetOutcome outcome;
+    without_gil_if(total_bytes(blocks) >= kShortCopyBytes, [&] {
+      outcome = store_->read(*batch_, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
+    });
+    if (std::ranges::count(outcome.statuses, Status::kUnavailable) > 0) {
+      raise_error("LeaseRevoked", "the lease passed its deadline and its memory was needed; match again");
+    }
+    return to_python(outcome, blocks);
+  }
+
+  // One list of memoryviews a block, one memoryview an extent.
+  py::list views() {
+    check_open();
+    if (hold_ == nullptr) {
+      if (!store_->session().make_view(*batch_)) {
+        raise_error("ViewsRefused", "views would hold " + std::to_string(batch_->bytes) + " more bytes, the limit is " +
+                                        std::to_string(store_->node().limits().view_bytes_max) +
+                                        " in all; use read(), close other views, or open with a larger view_fraction");
+      }
+      hold_ = std::make_shared<ViewHold>(ViewHold{store_, batch_, pid_});
+    }
+    py::list blocks;
+    for (const auto& item : batch_->items) {
+      py::list extents;
+      if (item) {
+        for (const Extent& extent : store_->node().pool().extents(item->slot, item->length)) {
+          extents.append(make_view(hold_, store_->node().segment().data() + extent.offset, extent.bytes));
+        }
+      }
+      blocks.append(std::move(extents));
+    }
+    return blocks;
+  }
+
+  py::bytes verify() {
+    check_open();
+    std::vector<Status> statuses;
+    without_gil_if(true, [&] { statuses = store_->verify(*batch_); });
+    return to_bytes(statuses);
+  }
+
+  py::bytes ticket() {
+    check_open();
+    const AttemptId ticket = store_->session().ticket(*batch_);
+    return {reinterpret_cast<const char*>(&ticket), sizeof ticket};
+  }
+
+  // Whether the lease was held until now. With views exported it lives on until the last of them is gone.
+  bool release() {
+    check_fork(pid_);
+    if (released_) return held_;
+    released_ = true;
+    if (hold_ != nullptr) {
+      hold_->closed = true;
+      hold_->end_if_unused();
+      return held_;
+    }
+    held_ = store_->release(*batch_) == Released::kHeld;
+    return held_;
+  }
+
+  size_t num_exported() const { return hold_ == nullptr ? 0 : hold_->exports; }
+
+ private:
+  void check_open() const {
+    check_fork(pid_);
+    if (released_) raise_error("StoreClosed", "the lease was given back; match again");
+  }
+
+  const std::shared_ptr<LocalStore> store_;
+  const std::shared_ptr<LeaseBatch> batch_;
+  std::shared_ptr<ViewHold> hold_;
+  const pid_t pid_;
+  bool released_ = false;
+  bool held_ = true;
+};
+
+// ---- grants ------------------------------------------------------------------------------------
+
+class Grants {
+ public:
+  Grants(Store& store, std::shared_ptr<GrantBatch> batch)
+      : store_(store.local()), batch_(std::move(batch)), pid_(store.pid()) {}
+  ~Grants() {
+    if (getpid() == pid_ && !ended_) end(0);
+  }
+  Grants(const Grants&) = delete;
+  Grants& operator=(const Grants&) = delete;
+
+  py::bytes statuses() const { return to_bytes(batch_->statuses); }
+
+  // kOk, kTimedOut or kCancelled for the whole range.
+  Status write(const Buffers& buffers, uint64_t range_first, uint64_t range_bytes, int64_t timeout_ns) {
+    check_fork(pid_);
+    if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
+    if (buffers.blocks().size() != batch_->items.size()) raise_error("InvalidArgument", "blocks and keys differ in number");
+    for (size_t i = 0; i < batch_->items.size(); ++i) {
+      const uint64_t length = batch_->items[i].length;
+      if (range_first >= length) raise_error("InvalidArgument", "the part lies beyond the block's end");
+      if (buffers.blocks()[i].bytes() != std::min(range_bytes, length - range_first)) {
+        raise_error("InvalidArgument", "block " + std::to_string(i) + " offers " +
+                                           std::to_string(buffers.blocks()[i].bytes()) + " bytes for a part of " +
+                                           std::to_string(std::min(range_bytes, length - range_first)));
+      }
+    }
+    const Node::Loan loan(store_->node(), buffers.blocks(), false);
+    if (!loan.granted()) raise_busy();
+    Status written = Status::kOk;
+    without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes, [&] {
+      written = store_->write(*batch_, buffers.blocks(), {range_first, range_bytes}, limits_for(timeout_ns));
+    });
+    return written;
+  }
+
+  py::tuple commit() {
+    check_fork(pid_);
+    if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
+    return to_python(end(batch_->items.size()));
+  }
+
+  void abort() {
+    check_fork(pid_);
+    if (!ended_) end(0);
+  }
+
+ private:
+  PutOutcome end(size_t end) {
+    ended_ = true;
+    return store_->commit(*batch_, end, Status::kCancelled);
+  }
+
+  const std::shared_ptr<LocalStore> store_;
+  const std::shared_ptr<GrantBatch> batch_;
+  const pid_t pid_;
+  bool ended_ = false;
+};
+
+// ---- made by the store -------------------------------------------------------------------------
+
+std::shared_ptr<Leases> lookup(Store& store, const py::buffer& keys, size_t skip, bool run) {
+  const Store::Call call(store);
+  return std::make_shared<Leases>(store, call->lookup(to_keys(keys), skip, run));
+}
+
+std::shared_ptr<Leases> redeem(Store& store, const std::string& ticket) {
+  const Store::Call call(store);
+  AttemptId name;
+  if (ticket.size() != sizeof name) raise_error("InvalidArgument", "a ticket has 16 bytes");
+  memcpy(&name, ticket.data(), sizeof name);
+  auto batch = call->node().redeem(name, call->session());
+  return batch == nullptr ? nullptr : std::make_shared<Leases>(store, std::move(batch));
+}
+
+std::shared_ptr<Grants> reserve(Store& store, const py::buffer& keys, const std::vector<uint64_t>& lengths, size_t skip,
+                                bool chain, uint32_t version, const std::vector<std::string>& texts,
+                                int64_t timeout_ns) {
+  const Store::Call call(store);
+  const std::vector<BlockKey> named = to_keys(keys);
+  if (skip + lengths.size() != named.size()) raise_error("InvalidArgument", "keys and lengths differ in number");
+  check_sizes(lengths, call->node());
+  PutRequest request{named, skip, lengths, texts, store.part_bytes(), version == 0 ? call->version() : version, chain};
+  auto batch = call->reserve(request);
+  if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
+    without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits_for(timeout_ns)); });
+  }
+  return std::make_shared<Grants>(store, std::move(batch));
+}
+
+}  // namespace
+
+void bind_views(py::module_& m, StoreClass& store) {
+  store.def("lookup", &lookup).def("redeem", &redeem).def("reserve", &reserve);
+  py::class_<Leases, std::shared_ptr<Leases>>(m, "Leases")
+      .def("lengths", &Leases::lengths)
+      .def("read", &Leases::read)
+      .def("views", &Leases::views)
+      .def("verify", &Leases::verify)
+      .def("ticket", &Leases::ticket)
+      .def("release", &Leases::release)
+      .def("num_exported", &Leases::num_exported);
+  py::class_<Grants, std::shared_ptr<Grants>>(m, "Grants")
+      .def("statuses", &Grants::statuses)
+      .def("write",
+           [](Grants& self, const Buffers& buffers, uint64_t first, uint64_t bytes, int64_t timeout_ns) {
+             return static_cast<int>(self.write(buffers, first, bytes, timeout_ns));
+           })
+      .def("commit", &Grants::commit)
+      .def("abort", &Grants::abort);
+}
+
+}  // namespace kvstore

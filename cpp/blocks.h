@@ -1,0 +1,195 @@
+// The table of blocks: the truth about what this node holds.
+//
+// Life of a block:
+//   1. reserve(): the key is not held, a slot is taken. Nothing is visible; the slot belongs to a grant (session.h).
+//   2. commit(): in one step, under its stripe's lock, the key enters the table. Or abort(): no trace is left.
+//   3. lease() .. release(): readers. While one is open the memory is not reused.
+//   4. remove() or eviction: the key leaves the table at once; the slot follows with the last lease (*doomed*).
+//
+// Threads: any. Every entry belongs to one of kStripes stripes, each under a mutex of its own; the pool's mutex is
+//   taken inside a stripe's. No clock, no thread, no waiting in here: a state machine over its calls.
+// Invariants: a key has at most one committed entry; every removal goes through one function; a slot is freed when no
+//   lease is left and never before; entries of a cleared namespace version are never answered.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "policy.h"
+#include "pool.h"
+#include "status.h"
+#include "types.h"
+
+namespace kvstore {
+
+using NamespaceId = uint32_t;
+
+// One namespace on this node; never moves, lives as long as the table.
+struct Namespace {
+  NamespaceId id = 0;
+  std::string digest;
+  std::atomic<uint32_t> version{1};  // raised by clear()
+  std::atomic<int64_t> blocks{0};
+  std::atomic<int64_t> bytes{0};
+};
+
+// What a lease gives a reader. `parts` stays valid while the lease is open.
+struct Found {
+  EntryRef entry = kNoEntry;
+  SlotId slot = kNoSlot;
+  uint64_t generation = 0;
+  uint64_t length = 0;
+  std::span<const uint32_t> parts;  // CRC32C per part
+};
+
+// Everything commit() needs of a granted slot.
+struct Committing {
+  BlockKey key;
+  Namespace* space = nullptr;
+  uint32_t version = 0;
+  SlotId slot = kNoSlot;
+  uint64_t length = 0;
+  Stamp stamp = 0;
+  std::vector<uint32_t> parts;
+  std::string text;  // of a text key, else empty
+};
+
+struct Listed {
+  BlockKey key;
+  uint64_t length;
+  std::string text;
+  bool pinned;
+};
+
+// Only ever grow; read without a lock.
+struct BlockCounters {
+  std::atomic<uint64_t> commits{0}, evictions{0}, removals{0}, corrupt{0};
+  std::atomic<uint64_t> requested{0}, hits{0};  // blocks asked for by lookups, and found
+};
+
+class Blocks {
+ public:
+  struct Options {
+    uint64_t seed = 0;            // of the table's hash
+    uint64_t reserve_blocks = 0;  // free slots kept per size in use; 0: chosen by size (see reserve_for)
+    bool log_evictions = false;   // keep the keys of evicted blocks for take_evicted()
+  };
+  Blocks(Segment& segment, Pool& pool, const Options& options);
+  ~Blocks();
+  Blocks(const Blocks&) = delete;
+  Blocks& operator=(const Blocks&) = delete;
+
+  // ---- namespaces: a digest is known from its first mention on; versions only grow
+  Namespace& open_namespace(const std::string& digest);
+  uint32_t clear(Namespace& space);
+  std::vector<Listed> list(const Namespace& space) const;
+
+  // A number larger than every one before: the batch part of a stamp.
+  uint64_t next_batch() { return batch_.fetch_add(1, std::memory_order_relaxed); }
+
+  // ---- put: reserve → write → commit | abort
+  // kExists (and touched), kStale, kOk with a granted slot, or kOutOfSpace. Evicts for room, but nothing used at or
+  // after `stamp_limit` (a batch never evicts itself).
+  Status reserve(const BlockKey& key, const Namespace& space, uint32_t version, uint64_t length, Stamp stamp,
+                 Stamp stamp_limit, Pool::Taken* taken);
+  // kOk; kExists if another attempt was first, kStale if cleared meanwhile: then the slot is free again.
+  Status commit(Committing block);
+  void abort(SlotId slot);
+
+  // ---- get: lookup → read → release
+  bool holds(const BlockKey& key, const Namespace& space) const;
+  std::optional<Found> lease(const BlockKey& key, const Namespace& space, Stamp stamp);
+  void lease_again(EntryRef entry);  // REQUIRES: a lease on it is open
+  void release(EntryRef entry);
+  // The owner's own check of a leased block's bytes; a bad block is dropped. False if it was bad.
+  bool check(EntryRef entry, uint64_t part_bytes);
+
+  bool touch(const BlockKey& key, const Namespace& space, Stamp stamp);
+  bool remove(const BlockKey& key, const Namespace& space);
+  bool pin(const BlockKey& key, const Namespace& space);
+  bool unpin(const BlockKey& key, const Namespace& space);
+
+  // ---- room
+  // While memory is still being populated nothing is evicted: more room is on its way.
+  void set_growing(bool growing) { growing_.store(growing); }
+  bool growing() const { return growing_.load(); }
+  // Evicts until every size in use has its reserve of free slots. False if something it needed is held.
+  bool refill_reserves();
+  bool reserve_full(const Shape& shape) const;
+  // Blocks nobody holds: what eviction could still take.
+  int64_t num_evictable() const { return num_evictable_.load(std::memory_order_relaxed); }
+  std::vector<BlockKey> take_evicted();
+
+  const BlockCounters& counters() const { return counters_; }
+  BlockCounters& counters() { return counters_; }
+  uint64_t num_leased() const { return num_leased_.load(std::memory_order_relaxed); }
+  uint64_t num_pinned() const { return num_pinned_.load(std::memory_order_relaxed); }
+  // Table, allocator, policies and counts agree, with `grants` slots granted and `leases` leases open; else what does
+  // not. Exact only while nothing runs.
+  std::string audit(uint64_t grants, uint64_t leases) const;
+
+ private:
+  struct Entry;
+  struct Stripe;
+  enum class Reason { kRemoved, kEvicted, kCleared, kCorrupt };
+  static constexpr uint32_t kNotHere = UINT32_MAX;
+
+  uint64_t hash(const BlockKey& key) const;
+  Stripe& stripe_of(uint64_t hash) const;
+  // The entry's id, or kNotHere.
+  uint32_t find(const Stripe& stripe, uint64_t hash, const BlockKey& key, const Namespace& space) const;
+  void touch_entry(Stripe& stripe, uint32_t id, Stamp stamp);
+  void drop(Stripe& stripe, uint32_t id, Reason reason);  // the one way out of the table
+  void finish(Stripe& stripe, uint32_t id);               // no lease left: memory and entry go
+  void become_busy(const Entry& entry);
+  void become_idle(Stripe& stripe, uint32_t id);
+  void publish(const Stripe& stripe, SizeClass size_class);
+  void count_shape(SlotId slot, SizeClass size_class, int change);
+
+  // room (evict.cc)
+  std::optional<Pool::Taken> take_slot(uint64_t length, Stamp stamp_limit);
+  bool evict_for(const Shape& shape, Stamp stamp_limit);
+  bool evict_one(SizeClass size_class, Stamp stamp_limit);
+  bool evict_beside(SizeClass size_class, Stamp stamp_limit);
+  bool evict_frame(uint32_t frame, Stamp stamp_limit);
+  bool evictable(EntryRef ref, SlotId slot, Stamp stamp_limit);
+  bool evict_ref(EntryRef ref, SlotId slot, Stamp stamp_limit);
+  std::pair<Stamp, uint32_t> oldest(SizeClass size_class) const;  // and its stripe
+  std::vector<Shape> shapes_in_use() const;
+  uint64_t reserve_for(const Shape& shape) const;
+  struct Census;
+  std::string audit_stripe(const Stripe& stripe, Census* census) const;
+
+  Segment& segment_;
+  Pool& pool_;
+  const Options options_;
+  std::unique_ptr<Stripe[]> stripes_;
+  std::atomic<bool> growing_{false};
+  std::atomic<uint64_t> batch_{1};
+  std::atomic<int64_t> num_evictable_{0};
+  std::atomic<uint64_t> num_leased_{0};
+  std::atomic<uint64_t> num_pinned_{0};
+  BlockCounters counters_;
+  // Oldest stamp of each class in each stripe, published under the stripe's lock, read without it.
+  std::atomic<Stamp> oldest_[kNumClasses + 1][kStripes];
+  std::atomic<int64_t> live_[kNumClasses + 1] = {};
+
+  mutable std::mutex namespaces_mutex_;  // guards the next two
+  std::vector<std::unique_ptr<Namespace>> namespaces_;
+  std::map<std::string, NamespaceId> namespace_ids_;
+
+  mutable std::mutex shapes_mutex_;
+  std::map<Shape, int64_t> large_shapes_;  // committed blocks per large shape
+
+  mutable std::mutex evicted_mutex_;
+  std::vector<BlockKey> evicted_;
+};
+
+}  // namespace kvstore

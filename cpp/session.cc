@@ -1,0 +1,257 @@
+#include "session.h"
+
+#include <algorithm>
+
+namespace kvstore {
+
+Session::~Session() { end(); }
+
+// ---- reserve → write → commit | abort ----------------------------------------------------------
+
+std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos now) {
+  auto batch = std::make_shared<GrantBatch>();
+  batch->id = {limits_.random(), limits_.random()};
+  batch->version = request.version;
+  batch->deadline = now + limits_.grant;
+  const uint64_t number = blocks_.next_batch();
+  // The whole chain is touched, the part the engine already had included, the head as the youngest: a parent never
+  // becomes older than its child. From the head down, so that this holds at every moment too.
+  for (size_t depth = 0; depth < request.skip; ++depth) {
+    batch->parent_held = blocks_.touch(request.keys[depth], space_, make_stamp(number, depth));
+  }
+  const size_t count = request.keys.size() - request.skip;
+  batch->items.resize(count);
+  batch->statuses.assign(count, Status::kOutOfSpace);
+  for (size_t i = 0; i < count; ++i) {
+    const size_t depth = request.skip + i;
+    GrantBatch::Item& item = batch->items[i];
+    item.key = request.keys[depth];
+    item.length = request.lengths[i];
+    item.stamp = make_stamp(number, request.chain ? depth : 0);
+    item.parts.resize((item.length + request.part_bytes - 1) / request.part_bytes);
+    if (!request.texts.empty()) item.text = request.texts[depth];
+  }
+  if (stuck_bytes(now) <= limits_.stuck_bytes_max) grant_items(*batch, request.chain);
+  const std::lock_guard lock(mutex_);
+  grants_.emplace(batch->id.high, batch);
+  return batch;
+}
+
+bool Session::reserve_more(GrantBatch& batch, bool chain) {
+  const std::lock_guard lock(mutex_);  // the batch is known to the session by now
+  return grant_items(batch, chain);
+}
+
+bool Session::grant_items(GrantBatch& batch, bool chain) {
+  bool any = false;
+  for (size_t i = 0; i < batch.items.size(); ++i) {
+    if (batch.statuses[i] != Status::kOutOfSpace) continue;
+    GrantBatch::Item& item = batch.items[i];
+    const Stamp limit = item.stamp >> kDepthBits << kDepthBits;
+    batch.statuses[i] =
+        blocks_.reserve(item.key, space_, batch.version, item.length, item.stamp, limit, &item.taken);
+    if (batch.statuses[i] != Status::kOutOfSpace) {
+      any = true;
+    } else if (chain) {
+      break;
+    }
+  }
+  return any;
+}
+
+bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
+  std::shared_ptr<GrantBatch> batch;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto at = grants_.find(id.high);
+    if (at == grants_.end() || at->second->id != id) return false;
+    batch = std::move(at->second);
+    grants_.erase(at);
+  }
+  for (size_t i = 0; i < batch->items.size(); ++i) {
+    if (batch->statuses[i] != Status::kOk) continue;
+    GrantBatch::Item& item = batch->items[i];
+    if (i < end) {
+      batch->statuses[i] = blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length, item.stamp,
+                                           std::move(item.parts), std::move(item.text)});
+    } else {
+      blocks_.abort(item.taken.slot);
+      batch->statuses[i] = otherwise;
+    }
+  }
+  return true;
+}
+
+// ---- lookup → read → release -------------------------------------------------------------------
+
+void Session::keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now) {
+  batch->id = limits_.random();
+  batch->deadline = now + limits_.lease;
+  for (const auto& item : batch->items) batch->bytes += item ? item->length : 0;
+  const std::lock_guard lock(mutex_);
+  leases_.emplace(batch->id, batch);
+}
+
+std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size_t skip, bool run, Nanos now) {
+  auto batch = std::make_shared<LeaseBatch>();
+  const uint64_t number = blocks_.next_batch();
+  for (size_t depth = 0; depth < skip; ++depth) blocks_.touch(keys[depth], space_, make_stamp(number, depth));
+  batch->items.reserve(keys.size() - skip);
+  size_t hits = 0;
+  for (size_t depth = skip; depth < keys.size(); ++depth) {
+    batch->items.push_back(blocks_.lease(keys[depth], space_, make_stamp(number, depth)));
+    if (batch->items.back()) {
+      ++hits;
+    } else if (run) {
+      batch->items.pop_back();
+      break;
+    }
+  }
+  blocks_.counters().requested.fetch_add(keys.size() - skip, std::memory_order_relaxed);
+  blocks_.counters().hits.fetch_add(hits, std::memory_order_relaxed);
+  keep(batch, now);
+  return batch;
+}
+
+bool Session::begin_read(LeaseBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (batch.ended || batch.release_asked) return false;
+  ++batch.reading;
+  return true;
+}
+
+void Session::end_read(LeaseBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (--batch.reading == 0 && batch.release_asked) let_go(batch, false);
+}
+
+Released Session::release(LeaseBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (batch.ended) return batch.revoked ? Released::kRevoked : Released::kHeld;
+  batch.release_asked = true;
+  if (batch.reading == 0) let_go(batch, false);
+  return Released::kHeld;
+}
+
+// REQUIRES: mutex_ held, nobody reading.
+void Session::let_go(LeaseBatch& batch, bool revoked) {
+  batch.ended = true;
+  batch.revoked = revoked;
+  if (batch.kind == LeaseKind::kView) limits_.view_bytes.fetch_sub(batch.bytes);
+  for (const auto& item : batch.items) {
+    if (item) blocks_.release(item->entry);
+  }
+  leases_.erase(batch.id);
+}
+
+bool Session::make_view(LeaseBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (batch.ended) return false;
+  if (batch.kind == LeaseKind::kView) return true;
+  const uint64_t before = limits_.view_bytes.fetch_add(batch.bytes);
+  if (before + batch.bytes > limits_.view_bytes_max) {
+    limits_.view_bytes.fetch_sub(batch.bytes);
+    return false;
+  }
+  batch.kind = LeaseKind::kView;
+  batch.deadline = kNever;
+  return true;
+}
+
+AttemptId Session::ticket(LeaseBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (batch.ticket == AttemptId{}) batch.ticket = {limits_.random(), limits_.random()};
+  return batch.ticket;
+}
+
+std::shared_ptr<LeaseBatch> Session::find_ticket(const AttemptId& ticket) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [id, batch] : leases_) {
+    if (batch->ticket == ticket) return batch;
+  }
+  return nullptr;
+}
+
+std::shared_ptr<LeaseBatch> Session::adopt(Session& issuer, LeaseBatch& source, Nanos now) {
+  // The issuer's lease is held open meanwhile, so that there is something to share.
+  if (!issuer.begin_read(source)) return nullptr;
+  auto batch = std::make_shared<LeaseBatch>();
+  batch->items = source.items;
+  for (const auto& item : batch->items) {
+    if (item) blocks_.lease_again(item->entry);
+  }
+  issuer.end_read(source);
+  keep(batch, now);
+  return batch;
+}
+
+// ---- time and end ------------------------------------------------------------------------------
+
+size_t Session::revoke_overdue(Nanos now) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<LeaseBatch>> overdue;
+  for (const auto& [id, batch] : leases_) {
+    if (batch->kind == LeaseKind::kCopying && batch->deadline < now && batch->reading == 0) overdue.push_back(batch);
+  }
+  size_t blocks = 0;
+  for (const auto& batch : overdue) {
+    blocks += batch->items.size();
+    let_go(*batch, true);
+  }
+  return blocks;
+}
+
+uint64_t Session::stuck_bytes(Nanos now) const {
+  const std::lock_guard lock(mutex_);
+  uint64_t bytes = 0;
+  for (const auto& [id, batch] : grants_) {
+    if (batch->deadline >= now) continue;
+    for (size_t i = 0; i < batch->items.size(); ++i) {
+      if (batch->statuses[i] == Status::kOk) bytes += batch->items[i].length;
+    }
+  }
+  return bytes;
+}
+
+void Session::end() {
+  std::vector<AttemptId> attempts;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [high, batch] : grants_) attempts.push_back(batch->id);
+    std::vector<std::shared_ptr<LeaseBatch>> copying;
+    for (const auto& [id, batch] : leases_) {
+      if (batch->kind == LeaseKind::kCopying) copying.push_back(batch);
+    }
+    for (const auto& batch : copying) {
+      batch->release_asked = true;
+      if (batch->reading == 0) let_go(*batch, false);
+    }
+  }
+  for (const AttemptId& attempt : attempts) abort(attempt);
+}
+
+uint64_t Session::num_granted() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t count = 0;
+  for (const auto& [high, batch] : grants_) {
+    count += static_cast<uint64_t>(std::ranges::count(batch->statuses, Status::kOk));
+  }
+  return count;
+}
+
+uint64_t Session::num_copying() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<uint64_t>(
+      std::ranges::count_if(leases_, [](const auto& held) { return held.second->kind == LeaseKind::kCopying; }));
+}
+
+uint64_t Session::num_leased() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t count = 0;
+  for (const auto& [id, batch] : leases_) {
+    count += static_cast<uint64_t>(std::ranges::count_if(batch->items, [](const auto& item) { return item.has_value(); }));
+  }
+  return count;
+}
+
+}  // namespace kvstore

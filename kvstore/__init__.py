@@ -1,0 +1,85 @@
+"""A store for the KV cache of LLM inference: put, get, prefix match.
+
+    import kvstore
+    spec = kvstore.BlockSpec(model="llama-3-8b", layers=32, kv_heads=8, head_dim=128)
+    with kvstore.open(spec, dram="4GiB") as store:
+        keys = store.keys(token_ids)                 # a key names a block and all before it
+        match = store.match_prefix(keys)             # how many leading blocks are held: a hint
+        with match as hit:                           # leases: their memory is not reused
+            hit.read(out)                            # checked while it is copied
+        store.put(keys, blocks, skip_blocks=match.blocks)
+
+How it is built, from the top down. Imports point down only.
+
+    cli, sim                 the command line; traces and their replay
+    store, hit, transfer     put / get / match_prefix; leases and views; background calls
+    keys                     BlockSpec → namespace → keys of token blocks
+    types, errors, config    values, exceptions, options
+    _core (C++, cpp/)
+      bindings*              arguments and results, nothing else
+      transfers              background workers
+      transport_local        put: reserve → write → commit; get: lookup → read → release
+      node                   the clock, the threads, the waits
+      session                grants and leases of one user of the node
+      blocks, evict, policy  the table: what is held; room; who goes first
+      pool, segment          slots in frames of 2 MiB; the memory itself
+      copier, memory, crc32c, chain, sha256   copies with checksum; callers' memory; digests
+
+What holds, always: a read returns exactly what was put under the key, or says why not. A key enters
+the table by commit only. Memory under a lease is not reused. A parent is never evicted before its
+child. Every wait has a deadline. `store.audit()` checks the accounts.
+"""
+
+from kvstore import _core
+from kvstore.config import StoreOptions
+from kvstore.errors import (
+    AuditFailed,
+    BlockTooLarge,
+    BufferBusy,
+    ForkedStore,
+    InvalidArgument,
+    KvstoreError,
+    LeaseRevoked,
+    NotEnoughMemory,
+    SpecMismatch,
+    StaleKeys,
+    StoreClosed,
+    ViewsRefused,
+)
+from kvstore.hit import Hit, Match, Writing
+from kvstore.keys import BlockSpec, Keys
+from kvstore.store import Store, open  # noqa: A004 - `kvstore.open` is the name
+from kvstore.transfer import Transfer
+from kvstore.types import GetResult, Listed, PutResult, Status, Usage
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "AuditFailed",
+    "BlockSpec",
+    "BlockTooLarge",
+    "BufferBusy",
+    "ForkedStore",
+    "GetResult",
+    "Hit",
+    "InvalidArgument",
+    "Keys",
+    "KvstoreError",
+    "LeaseRevoked",
+    "Listed",
+    "Match",
+    "NotEnoughMemory",
+    "PutResult",
+    "SpecMismatch",
+    "StaleKeys",
+    "Status",
+    "Store",
+    "StoreClosed",
+    "StoreOptions",
+    "Transfer",
+    "Usage",
+    "ViewsRefused",
+    "Writing",
+    "__version__",
+    "open",
+]

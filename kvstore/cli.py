@@ -1,0 +1,419 @@
+"""The `kvstore` command: demo, replay, trace make, trace stat.
+
+The only module that reads argv and the environment, and (with `__main__`) the only one that imports
+typer and rich. Results go to stdout, everything else to stderr: progress, notes, errors.
+Exit codes: 0 done, 1 bytes came back wrong, 2 could not run as asked, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+import kvstore
+from kvstore.config import parse_bytes
+from kvstore.errors import InvalidArgument, KvstoreError, NotEnoughMemory
+from kvstore.sim.replay import Percentiles, ReplayOptions, ReplayReport, replay
+from kvstore.sim.workload import (
+    Request,
+    TraceSummary,
+    Workload,
+    make_trace,
+    read_trace,
+    summarize,
+    write_trace,
+)
+
+EXIT_WRONG_BYTES = 1
+EXIT_COULD_NOT_RUN = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+trace_app = typer.Typer(
+    help="Make a trace, or count one.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(trace_app, name="trace")
+
+
+def _parse_size(text: str | int) -> int:
+    try:
+        return parse_bytes(text, "SIZE")
+    except InvalidArgument as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+BlockBytes = Annotated[
+    int,
+    typer.Option(
+        parser=_parse_size,
+        metavar="SIZE",
+        show_default="64KiB",
+        help="Of a block: 4096, 64KiB, 1MiB.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed makes the same trace.")]
+Requests = Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the made trace.")]
+TraceArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="TRACE", help="A trace file, or its name in the folder of --trace."),
+]
+TraceFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="PATH",
+        envvar="KVSTORE_TRACES",
+        help="A folder of traces, or one file. Without TRACE: its first trace by name.",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore {kvstore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and end."),
+    ] = False,
+) -> None:
+    """A store for the KV cache of language models.
+
+    \b
+    First steps:
+      kvstore demo                              a made trace, every byte checked
+      kvstore trace make my.jsonl.gz            write such a trace to a file
+      kvstore replay my.jsonl.gz                replay it
+      kvstore replay my.jsonl.gz --capacity-blocks 2000
+    """
+
+
+@app.command(short_help="Replay a made trace twice: with much memory and with little.")
+def demo(
+    seed: Seed = 0,
+    requests: Requests = 1_000,
+    block_bytes: BlockBytes = 64 << 10,
+    capacity_blocks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Blocks of memory in the second replay.")
+    ] = 1_500,
+    as_json: Json = False,
+) -> None:
+    """Replay a made trace through a store in this process, twice: with memory for
+    everything, then with little. Every byte read is checked.
+
+    \b
+    Examples:
+      kvstore demo                              some seconds, half a GiB of memory
+      kvstore demo --seed 7 --capacity-blocks 500
+      kvstore demo --requests 5000 --block-bytes 4KiB --json
+    """
+    with _exits():
+        trace = make_trace(seed, requests)
+        summary = summarize(trace)
+        _note(
+            f"made trace, seed {seed}: {summary.requests:,} requests, {summary.blocks:,} blocks, "
+            f"{summary.distinct_blocks:,} distinct; blocks of {_size(block_bytes)}"
+        )
+        reports = [
+            _replay(
+                trace,
+                ReplayOptions(
+                    block_bytes=block_bytes, capacity_blocks=capacity, generation=generation
+                ),
+            )
+            for generation, capacity in enumerate((0, capacity_blocks))
+        ]
+        if as_json:
+            _print_json(
+                {
+                    "trace": {"seed": seed, **asdict(summary)},
+                    "replays": [report.as_dict() for report in reports],
+                }
+            )
+        else:
+            _print_reports(f"kvstore demo (seed {seed})", reports)
+            print("Try next: kvstore trace make my.jsonl.gz, then kvstore replay my.jsonl.gz")
+        _end(reports)
+
+
+@app.command(name="replay", short_help="Replay a trace from a file.")
+def replay_command(
+    trace: TraceArgument = None,
+    folder: TraceFolder = None,
+    block_bytes: BlockBytes = 64 << 10,
+    capacity_blocks: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Blocks left before each lookup; 0: unlimited memory."
+        ),
+    ] = 0,
+    clients: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Threads over the one store. 1 is exact and in order."
+        ),
+    ] = 1,
+    speed: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="X", help="Trace time / X, ticks spread; 0: no pauses."),
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace (.jsonl or .jsonl.gz) through a store in this process, one put per
+    request after one prefix match and read. Every byte read is checked.
+
+    \b
+    Examples:
+      kvstore replay my.jsonl.gz
+      kvstore replay my.jsonl.gz --block-bytes 4KiB --capacity-blocks 10000
+      kvstore replay my.jsonl.gz --clients 4
+      kvstore replay my.jsonl.gz --speed 60     an hour of trace in a minute
+      KVSTORE_TRACES=/data/traces kvstore replay conversation_trace.jsonl.gz
+
+    Exit code 1 means that bytes came back wrong; 2 that it could not run as asked.
+    """
+    with _exits():
+        options = ReplayOptions(
+            block_bytes=block_bytes,
+            capacity_blocks=capacity_blocks,
+            clients=clients,
+            speed=speed,
+        )
+        path = _find_trace(trace, folder)
+        rows = list(read_trace(path))
+        _note(f"{path}: {len(rows):,} requests; blocks of {_size(block_bytes)}")
+        report = _replay(rows, options)
+        if as_json:
+            _print_json({"trace": str(path), **report.as_dict()})
+        else:
+            _print_reports(path.name, [report])
+        _end([report])
+
+
+@trace_app.command(name="make", short_help="Write a made trace.")
+def trace_make(
+    out: Annotated[Path, typer.Argument(help="The file to write; .gz compresses it.")],
+    seed: Seed = 0,
+    requests: Requests = 1_000,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = Workload().rate_per_s,
+    tool_share: Annotated[
+        float, typer.Option(help="Share of tool calls, 0 to 1; the rest are chats.")
+    ] = Workload().tool_share,
+    turns: Annotated[float, typer.Option(help="Mean turns of a chat.")] = Workload().turns,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file.")] = False,
+) -> None:
+    """Write a made trace: growing chats behind shared system prompts, and tool calls with
+    long shared prompts, arriving as a Poisson process. The same options give the same file.
+
+    \b
+    Examples:
+      kvstore trace make my.jsonl.gz
+      kvstore trace make tools.jsonl --seed 7 --requests 5000 --tool-share 0.6
+    """
+    with _exits():
+        if out.exists() and not force:
+            raise InvalidArgument(f"{out} exists; --force overwrites it")
+        shape = Workload(rate_per_s=rate, tool_share=tool_share, turns=turns)
+        trace = make_trace(seed, requests, shape)
+        write_trace(out, trace)
+        _print_summary(str(out), summarize(trace))
+        print(f"Try next: kvstore replay {out}")
+
+
+@trace_app.command(name="stat", short_help="Count a trace without replaying it.")
+def trace_stat(
+    trace: TraceArgument = None, folder: TraceFolder = None, as_json: Json = False
+) -> None:
+    """Count a trace without replaying it.
+
+    \b
+    Example:
+      kvstore trace stat my.jsonl.gz
+    """
+    with _exits():
+        path = _find_trace(trace, folder)
+        summary = summarize(list(read_trace(path)))
+        if as_json:
+            ratio = {"hit_ratio_max": summary.hit_ratio_max}
+            _print_json({"trace": str(path), **asdict(summary), **ratio})
+        else:
+            _print_summary(str(path), summary)
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _exits() -> Iterator[None]:
+    """Turns what a command raises into one line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _note("kvstore: interrupted; the store was closed and its memory given back")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (NotEnoughMemory, MemoryError) as error:
+        _note(f"kvstore: error: {error}\nTry a smaller --block-bytes, or --capacity-blocks.")
+        raise typer.Exit(EXIT_COULD_NOT_RUN) from None
+    except KvstoreError as error:
+        _note(f"kvstore: error: {error}")
+        raise typer.Exit(EXIT_COULD_NOT_RUN) from None
+
+
+def _replay(trace: Sequence[Request], options: ReplayOptions) -> ReplayReport:
+    capacity = options.capacity_blocks
+    title = f"{capacity:,} blocks" if capacity else "unlimited"
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=len(trace))
+        return replay(trace, options, progress=lambda: bar.advance(task))
+
+
+def _find_trace(trace: str | None, folder: Path | None) -> Path:
+    if trace is not None:
+        for path in (Path(trace), *([folder / trace] if folder else [])):
+            if path.is_file():
+                return path
+        where = f"here or in {folder}" if folder else "here; --trace names a folder to look in"
+        raise InvalidArgument(
+            f"{trace}: no such file {where}\nTo make one: kvstore trace make my.jsonl.gz"
+        )
+    if folder is None:
+        raise InvalidArgument(
+            "which trace? Name a file, or a folder of traces by --trace or KVSTORE_TRACES\n"
+            "To make one: kvstore trace make my.jsonl.gz"
+        )
+    if not folder.is_dir():
+        return folder
+    found = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    if not found:
+        raise InvalidArgument(f"{folder}: no .jsonl or .jsonl.gz in this folder")
+    if len(found) > 1:
+        _note(f"{folder} holds {len(found)} traces; taking the first")
+    return found[0]
+
+
+def _end(reports: Sequence[ReplayReport]) -> None:
+    if all(report.ok for report in reports):
+        return
+    for report in reports:
+        for each in report.mismatches:
+            _note(
+                f"kvstore: WRONG BYTES: request {each.request}, key index {each.key_index} "
+                f"(id {each.hash_id}), offset {each.offset}: expected {each.expected}, "
+                f"got {each.got}; {each.wrong_bytes:,} bytes of this block differ"
+            )
+        for status, count in report.unread_blocks.items():
+            _note(f"kvstore: NOT RETURNED: {count:,} leased blocks were {status}")
+    raise typer.Exit(EXIT_WRONG_BYTES)
+
+
+# ---- printing ------------------------------------------------------------------------------------
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))
+
+
+def _size(num_bytes: int) -> str:
+    """1536 → '1,536 B', 65536 → '64 KiB', 1.5e9 → '1.4 GiB'."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if size >= 10 or size == int(size) else f"{size:.1f} {unit}"
+
+
+def _print_summary(name: str, summary: TraceSummary) -> None:
+    table = Table(title=Text(name), title_justify="left", show_header=False)
+    rows = {
+        "requests": f"{summary.requests:,} in {summary.duration_ms / 1000:,.0f} s",
+        "input tokens": f"{summary.input_tokens:,} ({summary.input_tokens / summary.requests:,.0f}"
+        " a request)",
+        "output tokens": f"{summary.output_tokens:,} "
+        f"({summary.output_tokens / summary.requests:,.0f} a request)",
+        "blocks": f"{summary.blocks:,}, {summary.distinct_blocks:,} distinct",
+        "longest chain": f"{summary.chain_blocks_max:,} blocks",
+        "best block hit ratio": f"{summary.hit_ratio_max:.4f} (nothing evicted)",
+    }
+    for label, value in rows.items():
+        table.add_row(label, value)
+    Console().print(table)
+
+
+def _print_reports(title: str, reports: Sequence[ReplayReport]) -> None:
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("")
+    for report in reports:
+        capacity = report.capacity_blocks
+        table.add_column(f"{capacity:,} blocks" if capacity else "unlimited", justify="right")
+    columns = [_report_rows(report) for report in reports]
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
+    Console().print(table)
+    print(f"Times are p50 / p90 / p99 of a call. Blocks of {_size(reports[0].block_bytes)}.")
+    if reports[0].clients > 1:
+        print(f"{reports[0].clients} clients: hit ratios depend on how their requests interleave.")
+    if reports[0].speed:
+        print(
+            f"Sent at {reports[0].speed:g} x trace time, the requests of one tick spread evenly "
+            f"inside it;\nat most {reports[0].late_ms_max:,.0f} ms behind."
+        )
+
+
+def _report_rows(report: ReplayReport) -> dict[str, str]:
+    hits = f"{report.hit_blocks:,} of {report.blocks:,}"
+    unstored = ", ".join(f"{count:,} {name}" for name, count in report.unstored_blocks.items())
+    return {
+        "block hit ratio": f"{report.block_hit_ratio:.4f}",
+        "token hit ratio": f"{report.token_hit_ratio:.4f}",
+        "blocks hit": hits,
+        "blocks evicted": f"{report.evictions:,}",
+        "orphaned by it": "not counted" if report.orphaned is None else f"{report.orphaned:,}",
+        "not stored": unstored or "0",
+        "read, GB/s": f"{report.read_gb_per_s:.2f}",
+        "written, GB/s": f"{report.write_gb_per_s:.2f}",
+        "match, us": _times(report.match),
+        "get, us": _times(report.get),
+        "put, us": _times(report.put),
+        "bytes checked": f"{_size(report.verified_bytes)}",
+        "bytes wrong": f"{report.wrong_bytes:,}",
+        "run time": f"{report.wall_s:.1f} s",
+    }
+
+
+def _times(times: Percentiles) -> str:
+    if times.count == 0:
+        return "none"
+    return f"{times.p50_us:,.0f} / {times.p90_us:,.0f} / {times.p99_us:,.0f}"
+
+
+def main() -> None:
+    """Entry point of the `kvstore` command."""
+    app(prog_name="kvstore")

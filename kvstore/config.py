@@ -1,0 +1,83 @@
+"""What a store can be told: every option with its unit, default and reason; checked once, here."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidArgument
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_DRAM_MAX = 1 << 50
+_SECONDS_MAX = 365 * 86400
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Bytes of an int or of text such as "512MiB" or "4 GiB". Raises InvalidArgument."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if found is None or found[2].lower() not in _UNITS:
+            raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
+        value = int(float(found[1]) * _UNITS[found[2].lower()])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
+    if not 1 <= value <= _DRAM_MAX:
+        raise InvalidArgument(f"{name}={value} bytes is out of range; use 1 byte to 1 PiB")
+    return value
+
+
+def parse_seconds(value: float, name: str, *, zero: bool = False) -> float:
+    """Seconds, finite and positive (or zero, where that means something)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgument(f"{name}={value!r} is no number of seconds")
+    if not math.isfinite(value) or value < 0 or value > _SECONDS_MAX or (value == 0 and not zero):
+        least = "0" if zero else "more than 0"
+        raise InvalidArgument(f"{name}={value!r}; use {least} to {_SECONDS_MAX} seconds")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Options of `kvstore.open`. Raises InvalidArgument naming the option, its value and the range.
+
+    dram: size of the pool, bytes or text ("4GiB"); whole frames of 2 MiB.
+    timeout_s: how long a call may take, waiting for room included, unless the call says otherwise.
+        One second: recomputing a prefix costs about as much.
+    lease_s: after this a lease that is not a view may be revoked, if its memory is needed.
+    copy_threads: threads for one large batch, the caller's included; 0 chooses by the cores (at
+        most 4: they saturate a socket's memory).
+    reserve_blocks: free slots kept ready per block size by background eviction; 0 chooses (at most
+        256, and no more than a sixteenth of what the size holds: a reserve costs hit ratio).
+    view_fraction: share of the pool that zero-copy views may hold; the rest stays evictable.
+    lock_memory: keep the pool from being swapped out; needs a sufficient memlock limit.
+    log_evictions: keep the keys of evicted blocks for `evicted()`; for studies of policies.
+    """
+
+    dram: int | str = "1GiB"
+    timeout_s: float = 1.0
+    lease_s: float = 30.0
+    copy_threads: int = 0
+    reserve_blocks: int = 0
+    view_fraction: float = 0.25
+    lock_memory: bool = False
+    log_evictions: bool = False
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.dram, "dram")
+        parse_seconds(self.timeout_s, "timeout_s", zero=True)
+        parse_seconds(self.lease_s, "lease_s")
+        for name, most in (("copy_threads", 256), ("reserve_blocks", 1 << 40)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise InvalidArgument(f"{name}={value!r}; use an int from 0 to {most}")
+        fraction = self.view_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise InvalidArgument(f"view_fraction={fraction!r} is no number")
+        if not 0 <= fraction <= 1:
+            raise InvalidArgument(f"view_fraction={fraction!r}; use 0 to 1")
+
+    @property
+    def dram_bytes(self) -> int:
+        """`dram` in bytes."""
+        return parse_bytes(self.dram, "dram")

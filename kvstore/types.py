@@ -1,0 +1,145 @@
+"""Values a caller gets back."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Status(enum.IntEnum):
+    """What happened to one item of a batch. Absent, empty and failed are three things."""
+
+    OK = 0  # done; the byte count is the block's length
+    EXISTS = 1  # put: committed before, by us or another (first writer wins)
+    MISS = 2  # not held
+    OUT_OF_SPACE = 3  # no room before the deadline, or all in the way is held
+    CORRUPT = 4  # a checksum did not match; the block is dropped
+    UNAVAILABLE = 5  # the holder could not be asked, or the lease was revoked
+    TIMED_OUT = 6  # the deadline passed first
+    CANCELLED = 7  # the caller cancelled
+    OUTCOME_UNKNOWN = 8  # the reply was lost; it may have happened
+    STALE = 9  # the namespace was cleared meanwhile
+
+
+class Statuses:
+    """The statuses of a batch, one per item, in order."""
+
+    __slots__ = ("codes",)
+
+    def __init__(self, codes: bytes) -> None:
+        self.codes: npt.NDArray[np.uint8] = np.frombuffer(codes, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int) -> Status:
+        return Status(int(self.codes[index]))
+
+    def __iter__(self) -> Iterator[Status]:
+        return (Status(int(code)) for code in self.codes)
+
+    def count(self, status: Status) -> int:
+        """How many items have this status."""
+        return int(np.count_nonzero(self.codes == status))
+
+    def _summary(self) -> str:
+        counts = ", ".join(f"{self.count(s)} {s.name.lower()}" for s in Status if self.count(s))
+        return f"{type(self).__name__}({counts or 'empty'})"
+
+    def __repr__(self) -> str:
+        return self._summary()
+
+
+class PutResult(Statuses):
+    """What became of each block of a `put`.
+
+    `visible`: a match anywhere finds the blocks now. `replicas`: nodes that hold them.
+    `parent_held`: the block before the first one sent is held (true when nothing was skipped).
+    `message`: why blocks found no room, else empty.
+    """
+
+    __slots__ = ("message", "parent_held", "replicas", "visible")
+
+    def __init__(self, codes: bytes, *, parent_held: bool, message: str) -> None:
+        super().__init__(codes)
+        self.parent_held = parent_held
+        self.message = message
+        self.visible = True
+        self.replicas = 1
+
+    @property
+    def stored(self) -> int:
+        """Blocks this call stored."""
+        return self.count(Status.OK)
+
+    @property
+    def ok(self) -> bool:
+        """Every block is held now, stored by this call or before."""
+        return self.stored + self.count(Status.EXISTS) == len(self)
+
+    def __repr__(self) -> str:
+        return self._summary() + (f" {self.message}" if self.message else "")
+
+
+class GetResult(Statuses):
+    """What became of each block of a `get` or `read`; `nbytes[i]` bytes of item i were filled."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, codes: bytes, nbytes: npt.NDArray[np.uint64]) -> None:
+        super().__init__(codes)
+        self.nbytes = nbytes
+
+    @property
+    def blocks(self) -> int:
+        """Length of the leading run of `ok`: what a chain can use."""
+        bad = np.flatnonzero(self.codes != Status.OK)
+        return int(bad[0]) if len(bad) else len(self)
+
+    @property
+    def ok(self) -> bool:
+        """All of them."""
+        return self.blocks == len(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One block of `store.list()`: its key (32 bytes), length in bytes, text if it was a text key."""
+
+    key: bytes
+    length: int
+    text: str | bytes | None
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Memory and counts of a node. Bytes unless said otherwise; counters only grow."""
+
+    blocks: int  # committed blocks of this store's namespace
+    bytes: int  # their payload
+    version: int  # of the namespace; `clear` raises it
+    capacity_bytes: int  # populated so far
+    pool_bytes: int  # when fully populated
+    free_bytes: int
+    taken_bytes: int  # by slots in use, their rounding included
+    largest_free_bytes: int  # longest run of free frames
+    slots: int  # in use, all namespaces
+    granted_blocks: int  # puts under way
+    stuck_bytes: int  # of puts that are overdue
+    leased_blocks: int
+    pinned_blocks: int
+    view_bytes: int
+    view_bytes_max: int
+    requested: int  # blocks asked for by lookups
+    hits: int  # and found
+    commits: int
+    evictions: int
+    removals: int
+    corrupt: int
+    pages: str  # "hugetlb", "transparent huge" or "4 KiB"
+    populating: bool
