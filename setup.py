@@ -25,6 +25,8 @@ COMPILE_ARGS = [
 ]
 # No -march: one build runs everywhere, faster instructions are chosen at run time.
 RELEASE_ARGS = ["-O3"]
+if "-g" not in os.environ.get("CFLAGS", "").split():  # Python's own flags may say it unasked,
+    RELEASE_ARGS.append("-g0")  # and it makes the extension many times larger
 DEBUG_ARGS = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZE_ARGS = ["-O1", "-g", "-UNDEBUG", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 SANITIZERS = {"address", "undefined", "thread"}

@@ -1,5 +1,5 @@
-// Python's face of the core. Converts arguments, drops the interpreter's lock around waits and long copies, turns
-// outcomes into objects and errors into kvstore.errors. No decisions in here.
+// Python's face of the core. Converts arguments, drops the interpreter's lock around waits and long
+// copies, turns outcomes into objects and errors into kvstore.errors. No decisions in here.
 #include "bindings.h"
 
 #include <pybind11/stl.h>
@@ -24,8 +24,9 @@ std::vector<BlockKey> to_keys(const py::buffer& keys) {
   std::vector<BlockKey> copied(bytes / kKeyBytes);
   memcpy(copied.data(), info.ptr, bytes);
   if (copied.size() > kBatchBlocksMax) {
-    raise_error("InvalidArgument", "a batch of " + std::to_string(copied.size()) + " blocks; the limit is " +
-                                       std::to_string(kBatchBlocksMax) + ", send it in several calls");
+    raise_error("InvalidArgument", "a batch of " + std::to_string(copied.size()) +
+                                       " blocks; the limit is " + std::to_string(kBatchBlocksMax) +
+                                       ", send it in several calls");
   }
   return copied;
 }
@@ -41,7 +42,9 @@ py::bytes to_bytes(const std::vector<Status>& statuses) {
 
 py::tuple to_python(const PutOutcome& outcome) {
   if (outcome.stale) {
-    raise_error("StaleKeys", "the namespace was cleared after these keys were made; make them again with store.keys()");
+    raise_error(
+        "StaleKeys",
+        "the namespace was cleared after these keys were made; make them again with store.keys()");
   }
   return py::make_tuple(to_bytes(outcome.statuses), outcome.parent_held, outcome.message);
 }
@@ -49,11 +52,13 @@ py::tuple to_python(const PutOutcome& outcome) {
 py::tuple to_python(const GetOutcome& outcome, const std::vector<BlockMemory>& blocks) {
   if (outcome.too_small) {
     const auto [item, length] = *outcome.too_small;
-    raise_error("InvalidArgument", "target " + std::to_string(item) + " has " + std::to_string(blocks[item].bytes()) +
+    raise_error("InvalidArgument", "target " + std::to_string(item) + " has " +
+                                       std::to_string(blocks[item].bytes()) +
                                        " bytes, its block has " + std::to_string(length));
   }
   const auto* bytes = reinterpret_cast<const char*>(outcome.bytes.data());
-  return py::make_tuple(to_bytes(outcome.statuses), py::bytes(bytes, outcome.bytes.size() * sizeof(uint64_t)));
+  return py::make_tuple(to_bytes(outcome.statuses),
+                        py::bytes(bytes, outcome.bytes.size() * sizeof(uint64_t)));
 }
 
 uint64_t total_bytes(const std::vector<BlockMemory>& blocks) {
@@ -64,13 +69,15 @@ uint64_t total_bytes(const std::vector<BlockMemory>& blocks) {
 
 void check_fork(pid_t owner) {
   if (getpid() != owner) {
-    raise_error("ForkedStore", "this store belongs to process " + std::to_string(owner) + ", this is process " +
-                                   std::to_string(getpid()) + "; open a store of its own after fork");
+    raise_error("ForkedStore", "this store belongs to process " + std::to_string(owner) +
+                                   ", this is process " + std::to_string(getpid()) +
+                                   "; open a store of its own after fork");
   }
 }
 
-PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, size_t skip, bool chain,
-                           uint32_t version, const std::vector<std::string>& texts_given, uint64_t part_bytes,
+PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, size_t skip,
+                           bool chain, uint32_t version,
+                           const std::vector<std::string>& texts_given, uint64_t part_bytes,
                            const LocalStore& store)
     : keys(to_keys(key_bytes)), texts(texts_given) {
   for (const BlockMemory& block : buffers.blocks()) lengths.push_back(block.bytes());
@@ -81,15 +88,17 @@ PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, 
   request.part_bytes = part_bytes;
   request.version = version == 0 ? store.version() : version;
   request.chain = chain;
-  if (skip + lengths.size() != keys.size()) raise_error("InvalidArgument", "keys and blocks differ in number");
+  if (skip + lengths.size() != keys.size())
+    raise_error("InvalidArgument", "keys and blocks differ in number");
 }
 
 void check_sizes(const std::vector<uint64_t>& lengths, Node& node) {
   const uint64_t most = std::min(node.segment().bytes(), kBlockBytesMax);
   for (size_t i = 0; i < lengths.size(); ++i) {
     if (lengths[i] > most || shape_bytes(shape_of(lengths[i])) > node.segment().bytes()) {
-      raise_error("BlockTooLarge", "block " + std::to_string(i) + " has " + std::to_string(lengths[i]) +
-                                       " bytes, the whole pool has " + std::to_string(node.segment().bytes()) +
+      raise_error("BlockTooLarge", "block " + std::to_string(i) + " has " +
+                                       std::to_string(lengths[i]) + " bytes, the whole pool has " +
+                                       std::to_string(node.segment().bytes()) +
                                        "; open the store with a larger dram=");
     }
   }
@@ -97,8 +106,9 @@ void check_sizes(const std::vector<uint64_t>& lengths, Node& node) {
 
 namespace {
 
-std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t reserve_blocks, double view_fraction,
-                                int64_t lease_ns, unsigned copy_threads, bool log_evictions) {
+std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t reserve_blocks,
+                                double view_fraction, int64_t lease_ns, unsigned copy_threads,
+                                bool log_evictions) {
   NodeOptions options;
   options.dram_bytes = dram_bytes;
   options.lock_memory = lock_memory;
@@ -132,7 +142,8 @@ void Store::close() {
   closed_.store(true);
   const py::gil_scoped_release unlocked;
   transfers_->cancel_all();
-  // Calls under way have deadlines, and transfers were told to end: both let go of their slots by themselves.
+  // Calls under way have deadlines, and transfers were told to end: both let go of their slots by
+  // themselves.
   while (calls_.load() > 0 || transfers_->num_unfinished() > 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -149,8 +160,8 @@ Store::Call::Call(Store& store) : store_(store) {
   }
 }
 
-py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain, uint32_t version,
-                     const std::vector<std::string>& texts, int64_t timeout_ns) {
+py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
+                     uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns) {
   const Call call(*this);
   const PutArguments arguments(keys, buffers, skip, chain, version, texts, part_bytes_, *local_);
   check_sizes(arguments.lengths, local_->node());
@@ -158,7 +169,8 @@ py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip
   if (!loan.granted()) raise_busy();
   const CallLimits limits = limits_for(timeout_ns);
   const auto grants = local_->reserve(arguments.request);
-  const bool waits = std::ranges::count(grants->statuses, Status::kOutOfSpace) > 0 && timeout_ns > 0;
+  const bool waits =
+      std::ranges::count(grants->statuses, Status::kOutOfSpace) > 0 && timeout_ns > 0;
   PutOutcome outcome;
   const auto finish = [&] {
     if (waits) local_->reserve_more(*grants, chain, limits);
@@ -206,7 +218,8 @@ py::list Store::list() {
   py::list listed;
   for (const Listed& block : local_->node().blocks().list(local_->session().space())) {
     const auto* key = reinterpret_cast<const char*>(block.key.bytes.data());
-    listed.append(py::make_tuple(py::bytes(key, kKeyBytes), block.length, py::bytes(block.text), block.pinned));
+    listed.append(py::make_tuple(py::bytes(key, kKeyBytes), block.length, py::bytes(block.text),
+                                 block.pinned));
   }
   return listed;
 }
@@ -281,26 +294,40 @@ PYBIND11_MODULE(_core, m) {
         return shape.frames > 0 ? 0 : kvstore::cells_per_frame(shape.tail);
       },
       py::arg("block_bytes"));
-  m.def("slot_bytes", [](uint64_t bytes) { return kvstore::shape_bytes(kvstore::shape_of(bytes)); });
+  m.def("slot_bytes",
+        [](uint64_t bytes) { return kvstore::shape_bytes(kvstore::shape_of(bytes)); });
 
-  py::class_<Node, std::shared_ptr<Node>>(m, "Node")
-      .def(py::init(&kvstore::open_node), py::kw_only(), py::arg("dram_bytes"), py::arg("lock_memory"),
-           py::arg("reserve_blocks"), py::arg("view_fraction"), py::arg("lease_ns"), py::arg("copy_threads"),
-           py::arg("log_evictions"));
+  py::class_<Node, std::shared_ptr<Node>>(m, "Node").def(
+      py::init(&kvstore::open_node), py::kw_only(), py::arg("dram_bytes"), py::arg("lock_memory"),
+      py::arg("reserve_blocks"), py::arg("view_fraction"), py::arg("lease_ns"),
+      py::arg("copy_threads"), py::arg("log_evictions"));
 
   kvstore::StoreClass store(m, "Store");
-  store.def(py::init<const std::shared_ptr<Node>&, const std::string&, uint64_t>(), py::arg("node"), py::arg("digest"),
-            py::arg("part_bytes"))
+  store
+      .def(py::init<const std::shared_ptr<Node>&, const std::string&, uint64_t>(), py::arg("node"),
+           py::arg("digest"), py::arg("part_bytes"))
       .def("close", &Store::close)
       .def("version", [](Store& self) { return Store::Call(self)->version(); })
       .def("put", &Store::put)
       .def("get", &Store::get)
       .def("match", &Store::match)
       .def("exists", &Store::exists)
-      .def("remove", [](Store& self, const py::buffer& keys) { return Store::Call(self)->remove(kvstore::to_keys(keys)); })
-      .def("touch", [](Store& self, const py::buffer& keys) { return Store::Call(self)->touch(kvstore::to_keys(keys)); })
-      .def("pin", [](Store& self, const py::buffer& keys) { return Store::Call(self)->pin(kvstore::to_keys(keys)); })
-      .def("unpin", [](Store& self, const py::buffer& keys) { return Store::Call(self)->unpin(kvstore::to_keys(keys)); })
+      .def("remove",
+           [](Store& self, const py::buffer& keys) {
+             return Store::Call(self)->remove(kvstore::to_keys(keys));
+           })
+      .def("touch",
+           [](Store& self, const py::buffer& keys) {
+             return Store::Call(self)->touch(kvstore::to_keys(keys));
+           })
+      .def("pin",
+           [](Store& self, const py::buffer& keys) {
+             return Store::Call(self)->pin(kvstore::to_keys(keys));
+           })
+      .def("unpin",
+           [](Store& self, const py::buffer& keys) {
+             return Store::Call(self)->unpin(kvstore::to_keys(keys));
+           })
       .def("clear", &Store::clear)
       .def("list", &Store::list)
       .def("usage", &Store::usage)

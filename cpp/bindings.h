@@ -16,7 +16,8 @@
 
 namespace kvstore {
 
-// A copy below this takes about 50 us: giving up the interpreter's lock would cost more when another thread wants it.
+// A copy below this takes about 50 us: giving up the interpreter's lock would cost more when
+// another thread wants it.
 inline constexpr uint64_t kShortCopyBytes = uint64_t{256} << 10;
 
 template <class Work>
@@ -29,7 +30,8 @@ void without_gil_if(bool condition, Work&& work) {
   }
 }
 
-// In a forked child threads are gone and locks may be held by nobody: what the parent owns is left alone.
+// In a forked child threads are gone and locks may be held by nobody: what the parent owns is left
+// alone.
 struct ForkAware {
   pid_t owner;
   template <class T>
@@ -47,13 +49,17 @@ uint64_t total_bytes(const std::vector<BlockMemory>& blocks);
 void check_fork(pid_t owner);
 void check_sizes(const std::vector<uint64_t>& lengths, Node& node);
 [[noreturn]] inline void raise_busy() {
-  raise_error("BufferBusy", "this memory is lent to a transfer that is not done; wait for it, or use other memory");
+  raise_error(
+      "BufferBusy",
+      "this memory is lent to a transfer that is not done; wait for it, or use other memory");
 }
 
-// A put's arguments as the core takes them; owns what the request's spans point to, so it must not move.
+// A put's arguments as the core takes them; owns what the request's spans point to, so it must not
+// move.
 struct PutArguments {
-  PutArguments(const pybind11::buffer& key_bytes, const Buffers& buffers, size_t skip, bool chain, uint32_t version,
-               const std::vector<std::string>& texts_given, uint64_t part_bytes, const LocalStore& store);
+  PutArguments(const pybind11::buffer& key_bytes, const Buffers& buffers, size_t skip, bool chain,
+               uint32_t version, const std::vector<std::string>& texts_given, uint64_t part_bytes,
+               const LocalStore& store);
   PutArguments(const PutArguments&) = delete;
   PutArguments& operator=(const PutArguments&) = delete;
 
@@ -84,8 +90,8 @@ class Store {
   };
 
   void close();
-  pybind11::tuple put(const pybind11::buffer& keys, const Buffers& buffers, size_t skip, bool chain, uint32_t version,
-                      const std::vector<std::string>& texts, int64_t timeout_ns);
+  pybind11::tuple put(const pybind11::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
+                      uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns);
   pybind11::tuple get(const pybind11::buffer& keys, const Buffers& buffers, int64_t timeout_ns);
   size_t match(const pybind11::buffer& keys, size_t skip, uint16_t ranks);
   pybind11::bytes exists(const pybind11::buffer& keys);
@@ -97,9 +103,11 @@ class Store {
   pybind11::bytes evicted();
 
   // Transfers (bindings_async.cc).
-  std::shared_ptr<Transfer> put_async(const pybind11::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
-                                      uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns);
-  std::shared_ptr<Transfer> get_async(const pybind11::buffer& keys, const Buffers& buffers, int64_t timeout_ns);
+  std::shared_ptr<Transfer> put_async(const pybind11::buffer& keys, const Buffers& buffers,
+                                      size_t skip, bool chain, uint32_t version,
+                                      const std::vector<std::string>& texts, int64_t timeout_ns);
+  std::shared_ptr<Transfer> get_async(const pybind11::buffer& keys, const Buffers& buffers,
+                                      int64_t timeout_ns);
   std::shared_ptr<Transfer> match_async(const pybind11::buffer& keys, size_t skip, uint16_t ranks);
   std::vector<std::shared_ptr<Transfer>> drain();
   bool wait(Transfer& transfer, int64_t timeout_ns);

@@ -12,8 +12,9 @@ namespace {
 
 // Moved into the worker's closure; ends with it, before the transfer is called done.
 struct AsyncPut {
-  AsyncPut(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain, uint32_t version,
-           const std::vector<std::string>& texts, uint64_t part_bytes, const std::shared_ptr<LocalStore>& at)
+  AsyncPut(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
+           uint32_t version, const std::vector<std::string>& texts, uint64_t part_bytes,
+           const std::shared_ptr<LocalStore>& at)
       : store(at),
         blocks(buffers.blocks()),
         arguments(keys, buffers, skip, chain, version, texts, part_bytes, *at),
@@ -26,7 +27,10 @@ struct AsyncPut {
 
 struct AsyncGet {
   AsyncGet(const py::buffer& keys, const Buffers& buffers, const std::shared_ptr<LocalStore>& at)
-      : store(at), keys(to_keys(keys)), blocks(buffers.blocks()), loan(store->node(), blocks, true) {}
+      : store(at),
+        keys(to_keys(keys)),
+        blocks(buffers.blocks()),
+        loan(store->node(), blocks, true) {}
   std::shared_ptr<LocalStore> store;
   std::vector<BlockKey> keys;
   std::vector<BlockMemory> blocks;
@@ -39,16 +43,19 @@ std::shared_ptr<Transfer> Store::submit(std::function<void(Transfer&)> work, boo
   auto transfer = transfers_->submit(std::move(work), here);
   if (transfer == nullptr) {
     raise_error("KvstoreError", std::to_string(Transfers::kFinishedMax) +
-                                    " transfers have finished and nobody has collected them; call drain(), or wait for each");
+                                    " transfers have finished and nobody has collected them; call "
+                                    "drain(), or wait for each");
   }
   return transfer;
 }
 
-std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
-                                           uint32_t version, const std::vector<std::string>& texts,
+std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers& buffers,
+                                           size_t skip, bool chain, uint32_t version,
+                                           const std::vector<std::string>& texts,
                                            int64_t timeout_ns) {
   const Call call(*this);
-  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, part_bytes_, local_);
+  auto job =
+      std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, part_bytes_, local_);
   check_sizes(job->arguments.lengths, local_->node());
   if (!job->loan.granted()) raise_busy();
   return submit(
@@ -63,7 +70,8 @@ std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers
       false);
 }
 
-std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers& buffers, int64_t timeout_ns) {
+std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers& buffers,
+                                           int64_t timeout_ns) {
   const Call call(*this);
   auto job = std::make_shared<AsyncGet>(keys, buffers, local_);
   if (!job->loan.granted()) raise_busy();
@@ -83,7 +91,9 @@ std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers
 std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip, uint16_t ranks) {
   const Call call(*this);
   // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
-  return submit([&](Transfer& transfer) { transfer.matched = local_->match(to_keys(keys), skip, ranks); }, true);
+  return submit(
+      [&](Transfer& transfer) { transfer.matched = local_->match(to_keys(keys), skip, ranks); },
+      true);
 }
 
 std::vector<std::shared_ptr<Transfer>> Store::drain() {
@@ -129,7 +139,9 @@ void bind_async(py::module_& m, StoreClass& store) {
       .def("cancel", [](Transfer& self) { self.cancelled.store(true); })
       .def("put_result", [](const Transfer& self) { return to_python(self.put); })
       .def("get_result",
-           [](const Transfer& self, const Buffers& buffers) { return to_python(self.get, buffers.blocks()); })
+           [](const Transfer& self, const Buffers& buffers) {
+             return to_python(self.get, buffers.blocks());
+           })
       .def_property_readonly("matched", [](const Transfer& self) { return self.matched; });
 }
 

@@ -105,9 +105,8 @@ py::bytes id_keys_of(const py::bytes& root, const py::buffer& ids, uint16_t rank
   const ChainHash start = chain_hash(root);
   py::bytes room = room_for(row.size());
   const auto keys = keys_in(room, row.size());
-  run_unlocked_if(row.size() * 64 >= kLongHashBytes, [&] {
-    id_keys(start, row, Shard{rank, world_size}, keys);
-  });
+  run_unlocked_if(row.size() * 64 >= kLongHashBytes,
+                  [&] { id_keys(start, row, Shard{rank, world_size}, keys); });
   return room;
 }
 

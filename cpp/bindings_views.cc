@@ -24,10 +24,10 @@ struct ViewHold {
   }
 };
 
-// One extent of a block. Only memoryviews over it are handed out; it counts them, which pybind11's buffers cannot.
+// One extent of a block. Only memoryviews over it are handed out; it counts them, which pybind11's
+// buffers cannot.
 struct ExtentObject {
-  PyObject_HEAD
-  std::shared_ptr<ViewHold>* hold;
+  PyObject_HEAD std::shared_ptr<ViewHold>* hold;
   uint8_t* data;
   Py_ssize_t bytes;
 };
@@ -95,22 +95,27 @@ class Leases {
     return lengths;
   }
 
-  py::tuple read(size_t first, const Buffers& buffers, uint64_t range_first, uint64_t range_bytes, int64_t timeout_ns) {
+  py::tuple read(size_t first, const Buffers& buffers, uint64_t range_first, uint64_t range_bytes,
+                 int64_t timeout_ns) {
     check_open();
     const std::vector<BlockMemory>& blocks = buffers.blocks();
-    if (first + blocks.size() > batch_->items.size()) raise_error("InvalidArgument", "more targets than leased blocks");
+    if (first + blocks.size() > batch_->items.size())
+      raise_error("InvalidArgument", "more targets than leased blocks");
     for (size_t i = 0; i < blocks.size(); ++i) {
       const auto& item = batch_->items[first + i];
-      if (item && range_first >= item->length) raise_error("InvalidArgument", "the part lies beyond the block's end");
+      if (item && range_first >= item->length)
+        raise_error("InvalidArgument", "the part lies beyond the block's end");
     }
     const Node::Loan loan(store_->node(), blocks, true);
     if (!loan.granted()) raise_busy();
     GetOutcome outcome;
     without_gil_if(total_bytes(blocks) >= kShortCopyBytes, [&] {
-      outcome = store_->read(*batch_, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
+      outcome =
+          store_->read(*batch_, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
     });
     if (std::ranges::count(outcome.statuses, Status::kUnavailable) > 0) {
-      raise_error("LeaseRevoked", "the lease passed its deadline and its memory was needed; match again");
+      raise_error("LeaseRevoked",
+                  "the lease passed its deadline and its memory was needed; match again");
     }
     return to_python(outcome, blocks);
   }
@@ -120,9 +125,11 @@ class Leases {
     check_open();
     if (hold_ == nullptr) {
       if (!store_->session().make_view(*batch_)) {
-        raise_error("ViewsRefused", "views would hold " + std::to_string(batch_->bytes) + " more bytes, the limit is " +
-                                        std::to_string(store_->node().limits().view_bytes_max) +
-                                        " in all; use read(), close other views, or open with a larger view_fraction");
+        raise_error(
+            "ViewsRefused",
+            "views would hold " + std::to_string(batch_->bytes) + " more bytes, the limit is " +
+                std::to_string(store_->node().limits().view_bytes_max) +
+                " in all; use read(), close other views, or open with a larger view_fraction");
       }
       hold_ = std::make_shared<ViewHold>(ViewHold{store_, batch_, pid_});
     }
@@ -131,7 +138,8 @@ class Leases {
       py::list extents;
       if (item) {
         for (const Extent& extent : store_->node().pool().extents(item->slot, item->length)) {
-          extents.append(make_view(hold_, store_->node().segment().data() + extent.offset, extent.bytes));
+          extents.append(
+              make_view(hold_, store_->node().segment().data() + extent.offset, extent.bytes));
         }
       }
       blocks.append(std::move(extents));
@@ -152,7 +160,8 @@ class Leases {
     return {reinterpret_cast<const char*>(&ticket), sizeof ticket};
   }
 
-  // Whether the lease was held until now. With views exported it lives on until the last of them is gone.
+  // Whether the lease was held until now. With views exported it lives on until the last of them is
+  // gone.
   bool release() {
     check_fork(pid_);
     if (released_) return held_;
@@ -197,24 +206,29 @@ class Grants {
   py::bytes statuses() const { return to_bytes(batch_->statuses); }
 
   // kOk, kTimedOut or kCancelled for the whole range.
-  Status write(const Buffers& buffers, uint64_t range_first, uint64_t range_bytes, int64_t timeout_ns) {
+  Status write(const Buffers& buffers, uint64_t range_first, uint64_t range_bytes,
+               int64_t timeout_ns) {
     check_fork(pid_);
     if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
-    if (buffers.blocks().size() != batch_->items.size()) raise_error("InvalidArgument", "blocks and keys differ in number");
+    if (buffers.blocks().size() != batch_->items.size())
+      raise_error("InvalidArgument", "blocks and keys differ in number");
     for (size_t i = 0; i < batch_->items.size(); ++i) {
       const uint64_t length = batch_->items[i].length;
-      if (range_first >= length) raise_error("InvalidArgument", "the part lies beyond the block's end");
+      if (range_first >= length)
+        raise_error("InvalidArgument", "the part lies beyond the block's end");
       if (buffers.blocks()[i].bytes() != std::min(range_bytes, length - range_first)) {
-        raise_error("InvalidArgument", "block " + std::to_string(i) + " offers " +
-                                           std::to_string(buffers.blocks()[i].bytes()) + " bytes for a part of " +
-                                           std::to_string(std::min(range_bytes, length - range_first)));
+        raise_error("InvalidArgument",
+                    "block " + std::to_string(i) + " offers " +
+                        std::to_string(buffers.blocks()[i].bytes()) + " bytes for a part of " +
+                        std::to_string(std::min(range_bytes, length - range_first)));
       }
     }
     const Node::Loan loan(store_->node(), buffers.blocks(), false);
     if (!loan.granted()) raise_busy();
     Status written = Status::kOk;
     without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes, [&] {
-      written = store_->write(*batch_, buffers.blocks(), {range_first, range_bytes}, limits_for(timeout_ns));
+      written = store_->write(*batch_, buffers.blocks(), {range_first, range_bytes},
+                              limits_for(timeout_ns));
     });
     return written;
   }
@@ -258,14 +272,18 @@ std::shared_ptr<Leases> redeem(Store& store, const std::string& ticket) {
   return batch == nullptr ? nullptr : std::make_shared<Leases>(store, std::move(batch));
 }
 
-std::shared_ptr<Grants> reserve(Store& store, const py::buffer& keys, const std::vector<uint64_t>& lengths, size_t skip,
-                                bool chain, uint32_t version, const std::vector<std::string>& texts,
+std::shared_ptr<Grants> reserve(Store& store, const py::buffer& keys,
+                                const std::vector<uint64_t>& lengths, size_t skip, bool chain,
+                                uint32_t version, const std::vector<std::string>& texts,
                                 int64_t timeout_ns) {
   const Store::Call call(store);
   const std::vector<BlockKey> named = to_keys(keys);
-  if (skip + lengths.size() != named.size()) raise_error("InvalidArgument", "keys and lengths differ in number");
+  if (skip + lengths.size() != named.size())
+    raise_error("InvalidArgument", "keys and lengths differ in number");
   check_sizes(lengths, call->node());
-  PutRequest request{named, skip, lengths, texts, store.part_bytes(), version == 0 ? call->version() : version, chain};
+  PutRequest request{
+      named, skip, lengths, texts, store.part_bytes(), version == 0 ? call->version() : version,
+      chain};
   auto batch = call->reserve(request);
   if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
     without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits_for(timeout_ns)); });
@@ -288,7 +306,8 @@ void bind_views(py::module_& m, StoreClass& store) {
   py::class_<Grants, std::shared_ptr<Grants>>(m, "Grants")
       .def("statuses", &Grants::statuses)
       .def("write",
-           [](Grants& self, const Buffers& buffers, uint64_t first, uint64_t bytes, int64_t timeout_ns) {
+           [](Grants& self, const Buffers& buffers, uint64_t first, uint64_t bytes,
+              int64_t timeout_ns) {
              return static_cast<int>(self.write(buffers, first, bytes, timeout_ns));
            })
       .def("commit", &Grants::commit)

@@ -49,7 +49,10 @@ void Blocks::Stripe::free_entry(uint32_t id) {
 // ---- construction, namespaces ------------------------------------------------------------------
 
 Blocks::Blocks(Segment& segment, Pool& pool, const Options& options)
-    : segment_(segment), pool_(pool), options_(options), stripes_(std::make_unique<Stripe[]>(kStripes)) {
+    : segment_(segment),
+      pool_(pool),
+      options_(options),
+      stripes_(std::make_unique<Stripe[]>(kStripes)) {
   for (uint32_t number = 0; number < kStripes; ++number) {
     stripes_[number].number = number;
     stripes_[number].policy = std::make_unique<LruPolicy>();
@@ -71,7 +74,8 @@ Blocks::~Blocks() {
 
 Namespace& Blocks::open_namespace(const std::string& digest) {
   const std::lock_guard lock(namespaces_mutex_);
-  const auto [at, fresh] = namespace_ids_.try_emplace(digest, static_cast<NamespaceId>(namespaces_.size()));
+  const auto [at, fresh] =
+      namespace_ids_.try_emplace(digest, static_cast<NamespaceId>(namespaces_.size()));
   if (fresh) {
     namespaces_.push_back(std::make_unique<Namespace>());
     namespaces_.back()->id = at->second;
@@ -81,14 +85,16 @@ Namespace& Blocks::open_namespace(const std::string& digest) {
 }
 
 uint32_t Blocks::clear(Namespace& space) {
-  // From here on no entry of an older version is answered and no older commit enters; the sweep only frees memory.
+  // From here on no entry of an older version is answered and no older commit enters; the sweep
+  // only frees memory.
   const uint32_t version = space.version.fetch_add(1) + 1;
   for (uint32_t number = 0; number < kStripes; ++number) {
     Stripe& stripe = stripes_[number];
     const std::lock_guard lock(stripe.mutex);
     for (uint32_t id = 0; id < stripe.num_entries; ++id) {
       const Entry& entry = stripe.entry(id);
-      if (entry.live() && entry.name_space == space.id && entry.version < version) drop(stripe, id, Reason::kCleared);
+      if (entry.live() && entry.name_space == space.id && entry.version < version)
+        drop(stripe, id, Reason::kCleared);
     }
   }
   return version;
@@ -105,7 +111,8 @@ std::vector<Listed> Blocks::list(const Namespace& space) const {
       if (!entry.live() || entry.name_space != space.id || entry.version != version) continue;
       const auto text = stripe.texts.find(id);
       listed.push_back({entry.key, segment_.header(entry.slot).length,
-                        text == stripe.texts.end() ? std::string() : text->second, entry.num_pins > 0});
+                        text == stripe.texts.end() ? std::string() : text->second,
+                        entry.num_pins > 0});
     }
   }
   return listed;
@@ -113,8 +120,8 @@ std::vector<Listed> Blocks::list(const Namespace& space) const {
 
 // ---- finding -----------------------------------------------------------------------------------
 
-// Keys are digests, but a caller may choose them: seeded, and over all words, since keys of sibling ranks differ in
-// the last four bytes only.
+// Keys are digests, but a caller may choose them: seeded, and over all words, since keys of sibling
+// ranks differ in the last four bytes only.
 uint64_t Blocks::hash(const BlockKey& key) const {
   uint64_t mixed = options_.seed;
   for (size_t word = 0; word < kKeyBytes / 8; ++word) {
@@ -124,14 +131,18 @@ uint64_t Blocks::hash(const BlockKey& key) const {
   return mixed;
 }
 
-Blocks::Stripe& Blocks::stripe_of(uint64_t hash) const { return stripes_[hash >> 32 & (kStripes - 1)]; }
+Blocks::Stripe& Blocks::stripe_of(uint64_t hash) const {
+  return stripes_[hash >> 32 & (kStripes - 1)];
+}
 
-uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key, const Namespace& space) const {
+uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
+                      const Namespace& space) const {
   const int64_t at = stripe.find(hash, [&](uint32_t id) { return stripe.entry(id).key == key; });
   if (at < 0) return kNotHere;
   const uint32_t id = stripe.index[static_cast<size_t>(at)] & kEntryMask;
   const Entry& entry = stripe.entry(id);
-  // A foreign namespace's key, or one that a clear has passed: not here, whatever the sweep has got to.
+  // A foreign namespace's key, or one that a clear has passed: not here, whatever the sweep has got
+  // to.
   if (entry.name_space != space.id || entry.version != space.version.load()) return kNotHere;
   return id;
 }
@@ -145,8 +156,8 @@ bool Blocks::holds(const BlockKey& key, const Namespace& space) const {
 
 // ---- reserve → commit | abort ------------------------------------------------------------------
 
-Status Blocks::reserve(const BlockKey& key, const Namespace& space, uint32_t version, uint64_t length, Stamp stamp,
-                       Stamp stamp_limit, Pool::Taken* taken) {
+Status Blocks::reserve(const BlockKey& key, const Namespace& space, uint32_t version,
+                       uint64_t length, Stamp stamp, Stamp stamp_limit, Pool::Taken* taken) {
   if (version != space.version.load()) return Status::kStale;
   if (touch(key, space, stamp)) return Status::kExists;
   const auto slot = take_slot(length, stamp_limit);
@@ -163,7 +174,8 @@ Status Blocks::commit(Committing block) {
     pool_.free(block.slot);
     return Status::kStale;
   }
-  const int64_t at = stripe.find(hashed, [&](uint32_t id) { return stripe.entry(id).key == block.key; });
+  const int64_t at =
+      stripe.find(hashed, [&](uint32_t id) { return stripe.entry(id).key == block.key; });
   if (at >= 0) {
     const uint32_t id = stripe.index[static_cast<size_t>(at)] & kEntryMask;
     const Entry& entry = stripe.entry(id);
@@ -172,7 +184,8 @@ Status Blocks::commit(Committing block) {
       pool_.free(block.slot);
       return Status::kExists;
     }
-    drop(stripe, id, Reason::kCleared);  // of a version the sweep has not reached yet, or under a foreign name
+    drop(stripe, id,
+         Reason::kCleared);  // of a version the sweep has not reached yet, or under a foreign name
   }
   const uint32_t id = stripe.new_entry();
   Entry& entry = stripe.entry(id);
@@ -215,8 +228,8 @@ std::optional<Found> Blocks::lease(const BlockKey& key, const Namespace& space, 
   num_leased_.fetch_add(1, std::memory_order_relaxed);
   touch_entry(stripe, id, stamp);
   const SlotHeader& header = segment_.header(entry.slot);
-  return Found{stripe.ref(id), entry.slot, header.generation.load(std::memory_order_relaxed), header.length,
-               entry.parts()};
+  return Found{stripe.ref(id), entry.slot, header.generation.load(std::memory_order_relaxed),
+               header.length, entry.parts()};
 }
 
 void Blocks::lease_again(EntryRef ref) {
@@ -283,7 +296,8 @@ bool Blocks::touch(const BlockKey& key, const Namespace& space, Stamp stamp) {
 void Blocks::touch_entry(Stripe& stripe, uint32_t id, Stamp stamp) {
   Entry& entry = stripe.entry(id);
   if (entry.has(Entry::kParked)) {
-    // Used again while held: it returns to its place now, or its children would become newer than it.
+    // Used again while held: it returns to its place now, or its children would become newer than
+    // it.
     entry.flags &= static_cast<uint8_t>(~Entry::kParked);
     stripe.policy->insert(id, entry.size_class, std::max(stamp, stripe.policy->stamp_of(id)));
   } else {
@@ -341,7 +355,8 @@ void Blocks::drop(Stripe& stripe, uint32_t id, Reason reason) {
     const std::lock_guard lock(namespaces_mutex_);
     Namespace& space = *namespaces_[entry.name_space];
     space.blocks.fetch_sub(1, std::memory_order_relaxed);
-    space.bytes.fetch_sub(static_cast<int64_t>(segment_.header(entry.slot).length), std::memory_order_relaxed);
+    space.bytes.fetch_sub(static_cast<int64_t>(segment_.header(entry.slot).length),
+                          std::memory_order_relaxed);
   }
   if (reason == Reason::kEvicted) {
     counters_.evictions.fetch_add(1, std::memory_order_relaxed);
@@ -380,7 +395,8 @@ void Blocks::become_idle(Stripe& stripe, uint32_t id) {
 }
 
 void Blocks::publish(const Stripe& stripe, SizeClass size_class) {
-  oldest_[size_class][stripe.number].store(stripe.policy->oldest(size_class), std::memory_order_relaxed);
+  oldest_[size_class][stripe.number].store(stripe.policy->oldest(size_class),
+                                           std::memory_order_relaxed);
 }
 
 void Blocks::count_shape(SlotId slot, SizeClass size_class, int change) {

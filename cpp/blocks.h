@@ -1,15 +1,20 @@
 // The table of blocks: the truth about what this node holds.
 //
 // Life of a block:
-//   1. reserve(): the key is not held, a slot is taken. Nothing is visible; the slot belongs to a grant (session.h).
-//   2. commit(): in one step, under its stripe's lock, the key enters the table. Or abort(): no trace is left.
+//   1. reserve(): the key is not held, a slot is taken. Nothing is visible; the slot belongs to a
+//      grant (session.h).
+//   2. commit(): in one step, under its stripe's lock, the key enters the table. Or abort(): no
+//      trace is left.
 //   3. lease() .. release(): readers. While one is open the memory is not reused.
-//   4. remove() or eviction: the key leaves the table at once; the slot follows with the last lease (*doomed*).
+//   4. remove() or eviction: the key leaves the table at once; the slot follows with the last lease
+//      (*doomed*).
 //
-// Threads: any. Every entry belongs to one of kStripes stripes, each under a mutex of its own; the pool's mutex is
-//   taken inside a stripe's. No clock, no thread, no waiting in here: a state machine over its calls.
-// Invariants: a key has at most one committed entry; every removal goes through one function; a slot is freed when no
-//   lease is left and never before; entries of a cleared namespace version are never answered.
+// Threads: any. Every entry belongs to one of kStripes stripes, each under a mutex of its own; the
+//   pool's mutex is taken inside a stripe's. No clock, no thread, no waiting in here: a state
+//   machine over its calls.
+// Invariants: a key has at most one committed entry; every removal goes through one function; a
+//   slot is freed when no lease is left and never before; entries of a cleared namespace version
+//   are never answered.
 #pragma once
 
 #include <atomic>
@@ -77,9 +82,10 @@ struct BlockCounters {
 class Blocks {
  public:
   struct Options {
-    uint64_t seed = 0;            // of the table's hash
-    uint64_t reserve_blocks = 0;  // free slots kept per size in use; 0: chosen by size (see reserve_for)
-    bool log_evictions = false;   // keep the keys of evicted blocks for take_evicted()
+    uint64_t seed = 0;  // of the table's hash
+    uint64_t reserve_blocks =
+        0;  // free slots kept per size in use; 0: chosen by size (see reserve_for)
+    bool log_evictions = false;  // keep the keys of evicted blocks for take_evicted()
   };
   Blocks(Segment& segment, Pool& pool, const Options& options);
   ~Blocks();
@@ -95,11 +101,12 @@ class Blocks {
   uint64_t next_batch() { return batch_.fetch_add(1, std::memory_order_relaxed); }
 
   // ---- put: reserve → write → commit | abort
-  // kExists (and touched), kStale, kOk with a granted slot, or kOutOfSpace. Evicts for room, but nothing used at or
-  // after `stamp_limit` (a batch never evicts itself).
-  Status reserve(const BlockKey& key, const Namespace& space, uint32_t version, uint64_t length, Stamp stamp,
-                 Stamp stamp_limit, Pool::Taken* taken);
-  // kOk; kExists if another attempt was first, kStale if cleared meanwhile: then the slot is free again.
+  // kExists (and touched), kStale, kOk with a granted slot, or kOutOfSpace. Evicts for room, but
+  // nothing used at or after `stamp_limit` (a batch never evicts itself).
+  Status reserve(const BlockKey& key, const Namespace& space, uint32_t version, uint64_t length,
+                 Stamp stamp, Stamp stamp_limit, Pool::Taken* taken);
+  // kOk; kExists if another attempt was first, kStale if cleared meanwhile: then the slot is free
+  // again.
   Status commit(Committing block);
   void abort(SlotId slot);
 
@@ -120,7 +127,8 @@ class Blocks {
   // While memory is still being populated nothing is evicted: more room is on its way.
   void set_growing(bool growing) { growing_.store(growing); }
   bool growing() const { return growing_.load(); }
-  // Evicts until every size in use has its reserve of free slots. False if something it needed is held.
+  // Evicts until every size in use has its reserve of free slots. False if something it needed is
+  // held.
   bool refill_reserves();
   bool reserve_full(const Shape& shape) const;
   // Blocks nobody holds: what eviction could still take.
@@ -131,8 +139,8 @@ class Blocks {
   BlockCounters& counters() { return counters_; }
   uint64_t num_leased() const { return num_leased_.load(std::memory_order_relaxed); }
   uint64_t num_pinned() const { return num_pinned_.load(std::memory_order_relaxed); }
-  // Table, allocator, policies and counts agree, with `grants` slots granted and `leases` leases open; else what does
-  // not. Exact only while nothing runs.
+  // Table, allocator, policies and counts agree, with `grants` slots granted and `leases` leases
+  // open; else what does not. Exact only while nothing runs.
   std::string audit(uint64_t grants, uint64_t leases) const;
 
  private:
@@ -144,7 +152,8 @@ class Blocks {
   uint64_t hash(const BlockKey& key) const;
   Stripe& stripe_of(uint64_t hash) const;
   // The entry's id, or kNotHere.
-  uint32_t find(const Stripe& stripe, uint64_t hash, const BlockKey& key, const Namespace& space) const;
+  uint32_t find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
+                const Namespace& space) const;
   void touch_entry(Stripe& stripe, uint32_t id, Stamp stamp);
   void drop(Stripe& stripe, uint32_t id, Reason reason);  // the one way out of the table
   void finish(Stripe& stripe, uint32_t id);               // no lease left: memory and entry go

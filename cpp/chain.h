@@ -21,11 +21,11 @@ struct Shard {
   uint16_t world_size = 1;
 };
 
-// Keys of the chain that starts at `parent` (a root, or the last step of an earlier chain).
-// Key i stands for tokens [0, (i + 1) * block_tokens); tokens beyond the last full block are ignored.
+// Keys of the chain that starts at `parent` (a root, or the last step of an earlier chain). Key i
+// stands for tokens [0, (i + 1) * block_tokens); tokens beyond the last full block are ignored.
 // `extra`: empty, or per block the extra keys as they enter the message (each length-prefixed).
-// REQUIRES: block_tokens > 0; keys.size() == tokens.size() / block_tokens; extra is empty or as long
-// as keys.
+// REQUIRES: block_tokens > 0; keys.size() == tokens.size() / block_tokens; extra is empty or as
+// long as keys.
 void chain_keys(const ChainHash& parent, std::span<const uint32_t> tokens, size_t block_tokens,
                 std::span<const std::string_view> extra, Shard shard, std::span<BlockKey> keys);
 

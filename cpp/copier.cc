@@ -5,7 +5,8 @@
 namespace kvstore {
 namespace {
 
-// Four threads saturate one socket's memory on the machines we know; more only take cores from the engine.
+// Four threads saturate one socket's memory on the machines we know; more only take cores from the
+// engine.
 constexpr unsigned kThreadsMax = 4;
 
 }  // namespace
@@ -49,7 +50,8 @@ void Copier::help() {
     Job* const job = jobs_.front();
     ++job->num_inside;
     lock.unlock();
-    for (size_t i = job->next.fetch_add(1); i < job->num_units; i = job->next.fetch_add(1)) (*job->work)(i);
+    for (size_t i = job->next.fetch_add(1); i < job->num_units; i = job->next.fetch_add(1))
+      (*job->work)(i);
     lock.lock();
     std::erase(jobs_, job);
     if (--job->num_inside == 0) left_.notify_all();

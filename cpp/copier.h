@@ -1,5 +1,7 @@
-// Several threads for one large batch of copies. The caller works too; helpers join while there is work.
-// Threads: run() from any thread, also at the same time. Helpers need nothing but the work's own memory.
+// Several threads for one large batch of copies. The caller works too; helpers join while there is
+// work.
+// Threads: run() from any thread, also at the same time. Helpers need nothing but the work's own
+//   memory.
 #pragma once
 
 #include <atomic>
@@ -24,8 +26,8 @@ class Copier {
 
   unsigned threads() const { return static_cast<unsigned>(helpers_.size()) + 1; }
 
-  // Calls work(i) once for each i below `num_units`, and returns when all have returned. With `alone` no helper is
-  // woken: below a few hundred KiB waking one costs more than it brings.
+  // Calls work(i) once for each i below `num_units`, and returns when all have returned. With
+  // `alone` no helper is woken: below a few hundred KiB waking one costs more than it brings.
   void run(size_t num_units, bool alone, const std::function<void(size_t)>& work);
 
  private:

@@ -1,6 +1,6 @@
-// Room in the pool: which blocks go, and how frames move between sizes (blocks.h, "room"); and the table's audit.
+// Room in the pool: which blocks go, and how frames move between sizes (blocks.h, "room"); and the
+// table's audit.
 #include <algorithm>
-
 
 #include "blocks.h"
 #include "crc32c.h"
@@ -9,12 +9,13 @@
 namespace kvstore {
 namespace {
 
-// A frame is taken from another size only if that size's oldest block has been unused for this many times as long as
-// our own oldest: else two sizes would tear frames from each other all the time.
+// A frame is taken from another size only if that size's oldest block has been unused for this many
+// times as long as our own oldest: else two sizes would tear frames from each other all the time.
 constexpr uint64_t kStealAgeRatio = 2;
 
-// Default reserve per size: this much memory in slots, between the bounds, and never more than a share of what the
-// size holds (a reserve costs hit ratio, so it is an absolute amount and a small one).
+// Default reserve per size: this much memory in slots, between the bounds, and never more than a
+// share of what the size holds (a reserve costs hit ratio, so it is an absolute amount and a small
+// one).
 constexpr uint64_t kReserveBytes = uint64_t{64} << 20;
 constexpr uint64_t kReserveSlotsMax = 256;
 constexpr uint64_t kReserveShare = 16;
@@ -30,7 +31,8 @@ std::optional<Pool::Taken> Blocks::take_slot(uint64_t length, Stamp stamp_limit)
   }
 }
 
-// Evicts something that helps a block of this shape. False: all that could help is held or too young.
+// Evicts something that helps a block of this shape. False: all that could help is held or too
+// young.
 bool Blocks::evict_for(const Shape& shape, Stamp stamp_limit) {
   if (growing() || num_evictable() == 0) return false;
   const SizeClass own = shape.size_class();
@@ -47,8 +49,9 @@ bool Blocks::evict_for(const Shape& shape, Stamp stamp_limit) {
   }
   const uint64_t now = batch_.load(std::memory_order_relaxed);
   const auto age = [&](Stamp stamp) { return now - std::min(now, stamp >> kDepthBits); };
-  const bool steal = other_oldest != kNoStamp &&
-                     (own_oldest == kNoStamp || age(other_oldest) > kStealAgeRatio * age(own_oldest));
+  const bool steal =
+      other_oldest != kNoStamp &&
+      (own_oldest == kNoStamp || age(other_oldest) > kStealAgeRatio * age(own_oldest));
   if (steal && evict_beside(other, stamp_limit)) return true;
   if (evict_one(own, stamp_limit)) return true;
   if (!steal && other_oldest != kNoStamp && evict_beside(other, stamp_limit)) return true;
@@ -105,7 +108,8 @@ bool Blocks::evict_beside(SizeClass size_class, Stamp stamp_limit) {
   return !frames.empty() && evict_frame(frames.front(), stamp_limit);
 }
 
-// All blocks in a frame go, or none: true if the frame holds nothing afterwards that this call found there.
+// All blocks in a frame go, or none: true if the frame holds nothing afterwards that this call
+// found there.
 bool Blocks::evict_frame(uint32_t frame, Stamp stamp_limit) {
   const Pool::FrameTenants tenants = pool_.tenants(frame);
   if (!tenants.in_use) return false;
@@ -122,7 +126,8 @@ bool Blocks::evictable(EntryRef ref, SlotId slot, Stamp stamp_limit) {
   const std::lock_guard lock(stripe.mutex);
   const uint32_t id = ref & kEntryMask;
   const Entry& entry = stripe.entry(id);
-  return entry.live() && entry.slot == slot && !entry.busy() && stripe.policy->stamp_of(id) < stamp_limit;
+  return entry.live() && entry.slot == slot && !entry.busy() &&
+         stripe.policy->stamp_of(id) < stamp_limit;
 }
 
 bool Blocks::evict_ref(EntryRef ref, SlotId slot, Stamp stamp_limit) {
@@ -130,7 +135,9 @@ bool Blocks::evict_ref(EntryRef ref, SlotId slot, Stamp stamp_limit) {
   const std::lock_guard lock(stripe.mutex);
   const uint32_t id = ref & kEntryMask;
   const Entry& entry = stripe.entry(id);
-  if (!entry.live() || entry.slot != slot || entry.busy() || stripe.policy->stamp_of(id) >= stamp_limit) return false;
+  if (!entry.live() || entry.slot != slot || entry.busy() ||
+      stripe.policy->stamp_of(id) >= stamp_limit)
+    return false;
   drop(stripe, id, Reason::kEvicted);
   return true;
 }
@@ -156,7 +163,8 @@ uint64_t Blocks::reserve_for(const Shape& shape) const {
     live = at == large_shapes_.end() ? 0 : at->second;
   }
   const uint64_t share = static_cast<uint64_t>(std::max<int64_t>(0, live)) / kReserveShare;
-  return std::min({kReserveBytes / std::min(kReserveBytes, shape_bytes(shape)) + 1, kReserveSlotsMax, share});
+  return std::min(
+      {kReserveBytes / std::min(kReserveBytes, shape_bytes(shape)) + 1, kReserveSlotsMax, share});
 }
 
 bool Blocks::reserve_full(const Shape& shape) const {
@@ -210,12 +218,14 @@ std::string Blocks::audit_stripe(const Stripe& stripe, Census* census) const {
     ++indexed;
     if (!entry.has(Entry::kParked)) ++ordered;
     if (!entry.busy()) ++census->evictable;
-    if (!entry.busy() && entry.has(Entry::kParked)) return name + ": an idle block is hidden from eviction";
+    if (!entry.busy() && entry.has(Entry::kParked))
+      return name + ": an idle block is hidden from eviction";
     if (entry.num_pins > 0) ++census->pinned;
     census->by_namespace[entry.name_space].first += 1;
     census->by_namespace[entry.name_space].second += static_cast<int64_t>(header.length);
     const uint64_t hashed = hash(entry.key);
-    if (&stripe_of(hashed) != &stripe || stripe.find(hashed, [&](uint32_t other) { return other == id; }) < 0) {
+    if (&stripe_of(hashed) != &stripe ||
+        stripe.find(hashed, [&](uint32_t other) { return other == id; }) < 0) {
       return name + ": an entry cannot be found by its key";
     }
   }
@@ -241,8 +251,8 @@ std::string Blocks::audit(uint64_t grants, uint64_t leases) const {
   if (census.evictable != num_evictable()) return "evictable blocks are miscounted";
   const uint64_t taken = pool_.usage().slots;
   if (census.slots + grants != taken) {
-    return "table and grants hold " + std::to_string(census.slots + grants) + " slots, the allocator gave " +
-           std::to_string(taken);
+    return "table and grants hold " + std::to_string(census.slots + grants) +
+           " slots, the allocator gave " + std::to_string(taken);
   }
   {
     const std::lock_guard lock(namespaces_mutex_);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <memory_resource>
 #include <optional>
 
 namespace kvstore {
@@ -157,22 +158,27 @@ namespace {
 
 constexpr size_t kLooseLanesMax = size_t{1} << 20;
 
+using Arena = std::pmr::monotonic_buffer_resource;  // lattices are many, small and die together
+using Dims = std::pmr::vector<StridedRun::Dim>;
+
 struct Lattice {
-  uint64_t shift = 0;  // from the run's base down to its lowest byte
+  explicit Lattice(Arena* arena) : nested(arena), loose(arena) {}
+
   uint64_t piece_bytes = 0;
-  uint64_t reach = 0;                   // from the lowest byte past the highest
-  std::vector<StridedRun::Dim> nested;  // strides ascending, each clear of what lies inside
+  uint64_t shift = 0;  // from the run's base down to its lowest byte
+  uint64_t reach = 0;  // from the lowest byte past the highest
+  Dims nested;         // strides ascending, each clear of what lies inside
   uint64_t nested_reach = 0;
-  std::vector<StridedRun::Dim> loose;  // the others: one lane per combination
+  Dims loose;  // the others: one lane per combination
   uint64_t lanes = 1;
   bool repeats = false;  // two elements share a byte, for certain
 };
 
-Lattice make_lattice(const StridedRun& run) {
-  Lattice lattice;
+Lattice make_lattice(const StridedRun& run, Arena* arena) {
+  Lattice lattice(arena);
   lattice.piece_bytes = run.piece_bytes;
   lattice.reach = lattice.nested_reach = run.piece_bytes;
-  std::vector<StridedRun::Dim> dims = run.dims;
+  Dims dims(run.dims.begin(), run.dims.end(), arena);
   for (auto& dim : dims) {
     if (dim.stride < 0) lattice.shift += (dim.count - 1) * static_cast<uint64_t>(-dim.stride);
     dim.stride = std::abs(dim.stride);
@@ -258,7 +264,8 @@ class LaneList {
       if (block.runs() != known) {
         known = block.runs();
         auto& lattices = lattices_.emplace_back();
-        for (const StridedRun& run : *known) lattices.push_back(make_lattice(run));
+        lattices.reserve(known->size());
+        for (const StridedRun& run : *known) lattices.push_back(make_lattice(run, &arena_));
       }
       for (size_t i = 0; i < known->size(); ++i) {
         const Lattice& lattice = lattices_.back()[i];
@@ -291,7 +298,8 @@ class LaneList {
   }
 
   std::vector<Lane> lanes_;
-  std::deque<std::vector<Lattice>> lattices_;  // lanes point into these
+  Arena arena_;
+  std::pmr::deque<std::pmr::vector<Lattice>> lattices_{&arena_};  // lanes point into these
   size_t loose_lanes_ = 0;
 };
 

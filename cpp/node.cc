@@ -9,7 +9,8 @@
 namespace kvstore {
 namespace {
 
-constexpr uint32_t kPopulateFrames = 16;  // 32 MiB a step: first puts need not wait for the whole pool
+constexpr uint32_t kPopulateFrames =
+    16;  // 32 MiB a step: first puts need not wait for the whole pool
 
 uint64_t random_word() {
   uint64_t word = 0;
@@ -18,8 +19,8 @@ uint64_t random_word() {
   return word;
 }
 
-// Names of grants, leases and tickets. One generator a thread, seeded by the kernel: a system call per batch would cost
-// as much as the batch.
+// Names of grants, leases and tickets. One generator a thread, seeded by the kernel: a system call
+// per batch would cost as much as the batch.
 uint64_t next_random() {
   thread_local std::mt19937_64 generator(random_word());
   return generator();
@@ -57,7 +58,8 @@ Node::Node(std::unique_ptr<Segment> segment, const NodeOptions& options)
       copier_(options.copy_threads) {
   limits_.lease = options.lease;
   limits_.grant = options.grant;
-  limits_.view_bytes_max = static_cast<uint64_t>(options.view_fraction * static_cast<double>(segment_->bytes()));
+  limits_.view_bytes_max =
+      static_cast<uint64_t>(options.view_fraction * static_cast<double>(segment_->bytes()));
   limits_.stuck_bytes_max = segment_->bytes() / 4;
   limits_.random = next_random;
   blocks_.set_growing(true);
@@ -77,7 +79,8 @@ Node::~Node() {
 }
 
 std::shared_ptr<Session> Node::open_session(const std::string& namespace_digest) {
-  auto session = std::make_shared<Session>(blocks_, blocks_.open_namespace(namespace_digest), limits_);
+  auto session =
+      std::make_shared<Session>(blocks_, blocks_.open_namespace(namespace_digest), limits_);
   const std::lock_guard lock(mutex_);
   std::erase_if(sessions_, [](const auto& gone) { return gone.expired(); });
   sessions_.push_back(session);
@@ -180,7 +183,8 @@ bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
   if (!populating() && granted <= own && copying == 0) return frees_.load() != frees;
   num_waiting_.fetch_add(1);
   std::unique_lock lock(mutex_);
-  room_.wait_until(lock, to_time_point(deadline), [&] { return stopping_ || frees_.load() != frees; });
+  room_.wait_until(lock, to_time_point(deadline),
+                   [&] { return stopping_ || frees_.load() != frees; });
   num_waiting_.fetch_sub(1);
   return !stopping_;
 }
@@ -193,11 +197,12 @@ bool Node::settle(Nanos deadline) {
 
 std::string Node::describe_shortage(uint64_t length) {
   const PoolUsage usage = pool_.usage();
-  std::string text = "pool full: a block needs " + std::to_string(shape_bytes(shape_of(length))) + " bytes, " +
-                     mib(usage.free_bytes) + " of " + mib(usage.capacity_bytes) + " free (longest run " +
-                     mib(uint64_t{usage.largest_free_run} * kFrameBytes) + "), " +
-                     std::to_string(blocks_.num_pinned()) + " blocks pinned, " + std::to_string(blocks_.num_leased()) +
-                     " leased, " + mib(limits_.view_bytes.load()) + " held by views";
+  std::string text = "pool full: a block needs " + std::to_string(shape_bytes(shape_of(length))) +
+                     " bytes, " + mib(usage.free_bytes) + " of " + mib(usage.capacity_bytes) +
+                     " free (longest run " + mib(uint64_t{usage.largest_free_run} * kFrameBytes) +
+                     "), " + std::to_string(blocks_.num_pinned()) + " blocks pinned, " +
+                     std::to_string(blocks_.num_leased()) + " leased, " +
+                     mib(limits_.view_bytes.load()) + " held by views";
   const std::string error = population_error();
   if (!error.empty()) text += "; the pool stopped growing: " + error;
   return text;

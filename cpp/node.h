@@ -1,7 +1,8 @@
-// A node inside a process: the shell around the core. It has the clock and the threads; what is decided, is decided in
-// pool, blocks and session.
+// A node inside a process: the shell around the core. It has the clock and the threads; what is
+// decided, is decided in pool, blocks and session.
 //
-// Threads: any. Its own: one populates the memory, one evicts in the background, the copier's help with copies.
+// Threads: any. Its own: one populates the memory, one evicts in the background, the copier's help
+//   with copies.
 // Owns: everything below it. It outlives its stores; a view keeps it alive.
 #pragma once
 
@@ -52,9 +53,9 @@ class Node {
   Copier& copier() { return copier_; }
   SessionLimits& limits() { return limits_; }
 
-  // Waits until something was given back since `frees` was read, or `deadline`. False if waiting is useless: nothing
-  // that ends by itself (a put under way, a copying lease, memory still to be populated) stands in the way. `own`
-  // grants are the caller's.
+  // Waits until something was given back since `frees` was read, or `deadline`. False if waiting is
+  // useless: nothing that ends by itself (a put under way, a copying lease, memory still to be
+  // populated) stands in the way. `own` grants are the caller's.
   bool wait_for_room(uint64_t own, uint64_t frees, Nanos deadline);
   uint64_t frees() const { return frees_.load(); }
   // After anything that may have made room; after a put of blocks of `length` bytes.
@@ -109,10 +110,10 @@ class Node {
   uint64_t refills_wanted_ = 0;
   uint64_t refills_done_ = 0;
   bool stopping_ = false;
-  std::condition_variable room_;   // somebody may find room now
+  std::condition_variable room_;  // somebody may find room now
   std::atomic<uint64_t> frees_{0};
   std::atomic<uint32_t> num_waiting_{0};  // in wait_for_room
-  std::condition_variable evict_;  // the evicting thread has work
+  std::condition_variable evict_;         // the evicting thread has work
   std::thread populator_;
   std::thread evictor_;
 };

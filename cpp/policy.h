@@ -1,8 +1,9 @@
-// Which block goes first when room is needed. Mechanism stands in blocks.*; a policy only orders ids:
-// values in, victims out. One object per stripe of the table, guarded by that stripe's lock.
+// Which block goes first when room is needed. Mechanism stands in blocks.*; a policy only orders
+// ids: values in, victims out. One object per stripe of the table, guarded by that stripe's lock.
 //
-// A stamp is (batch, depth): later batches are larger, and inside a batch the head of a chain is larger than its
-// tail. Order is by stamp, not by the order of calls, so that a parent is never older than its child.
+// A stamp is (batch, depth): later batches are larger, and inside a batch the head of a chain is
+// larger than its tail. Order is by stamp, not by the order of calls, so that a parent is never
+// older than its child.
 #pragma once
 
 #include <cstdint>

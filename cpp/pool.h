@@ -4,13 +4,16 @@
 //   1. add_frames(): populated, free.
 //   2. *cut* for one size class (equal cells, for small blocks and for the tails of large ones), or
 //      *whole* inside one large slot.
-//   3. When none of its cells is in use it is idle; it keeps its shape for the next block of its size
-//      until another size needs the room. Then it is broken back into a free frame.
-// Life of a slot: take() → granted → commit() → committed → free(), or granted → free(). A freed slot keeps its
-//   shape on the free list of its size. Generations only grow: odd while granted or free, even while committed.
+//   3. When none of its cells is in use it is idle; it keeps its shape for the next block of its
+//      size until another size needs the room. Then it is broken back into a free frame.
+// Life of a slot: take() → granted → commit() → committed → free(), or granted → free(). A freed
+//   slot keeps its shape on the free list of its size. Generations only grow: odd while granted or
+//   free, even while committed.
 //
-// Threads: every method takes the pool's mutex, which is the innermost lock. Owns no memory but its tables.
-// Invariant: each byte of each populated frame belongs to one free frame, one cell or one whole slot (audit()).
+// Threads: every method takes the pool's mutex, which is the innermost lock. Owns no memory but its
+//   tables.
+// Invariant: each byte of each populated frame belongs to one free frame, one cell or one whole
+//   slot (audit()).
 #pragma once
 
 #include <cstdint>
@@ -32,8 +35,8 @@ using SlotId = uint32_t;
 inline constexpr SlotId kNoSlot = UINT32_MAX;
 inline constexpr uint32_t kSlotsPerFrameMax = 32768;
 
-// Size classes by cells per frame: 2, 3, then {4, 5, 6, 7} x 2^k: four per power of two, so that many
-// sizes share few classes and a cell wastes at most a fifth.
+// Size classes by cells per frame: 2, 3, then {4, 5, 6, 7} x 2^k: four per power of two, so that
+// many sizes share few classes and a cell wastes at most a fifth.
 using SizeClass = uint8_t;
 inline constexpr SizeClass kNumClasses = 55;
 inline constexpr SizeClass kLargeClass = kNumClasses;  // slots of whole frames, all sizes together
@@ -58,9 +61,9 @@ using EntryRef = uint32_t;
 inline constexpr EntryRef kNoEntry = UINT32_MAX;
 
 struct PoolUsage {
-  uint64_t capacity_bytes = 0;   // populated frames
-  uint64_t free_bytes = 0;       // free frames and free slots
-  uint64_t taken_bytes = 0;      // granted and committed slots, by their shape
+  uint64_t capacity_bytes = 0;  // populated frames
+  uint64_t free_bytes = 0;      // free frames and free slots
+  uint64_t taken_bytes = 0;     // granted and committed slots, by their shape
   uint32_t free_frames = 0;
   uint32_t largest_free_run = 0;  // frames
   uint64_t slots = 0;             // granted or committed
@@ -81,7 +84,8 @@ class Pool {
   // A slot for `bytes`, out of free memory of any shape; empty if that does not suffice.
   std::optional<Taken> take(uint64_t bytes);
   // REQUIRES: granted. Fills in the header and makes the generation even.
-  uint64_t commit(SlotId slot, const BlockKey& key, uint64_t length, uint32_t content_id, EntryRef entry);
+  uint64_t commit(SlotId slot, const BlockKey& key, uint64_t length, uint32_t content_id,
+                  EntryRef entry);
   // Granted or committed → free.
   void free(SlotId slot);
 
@@ -113,11 +117,11 @@ class Pool {
   struct Frame {
     FrameKind kind = FrameKind::kAbsent;
     SizeClass size_class = kNoTail;
-    uint32_t num_carved = 0;             // cut: cells handed out at least once
-    uint32_t num_taken = 0;              // cut: cells inside granted or committed slots
-    SlotId owner = kNoSlot;              // whole
-    std::unique_ptr<SlotId[]> cells;     // cut: the slot each carved cell belongs to
-    uint32_t previous = UINT32_MAX;      // idle list
+    uint32_t num_carved = 0;          // cut: cells handed out at least once
+    uint32_t num_taken = 0;           // cut: cells inside granted or committed slots
+    SlotId owner = kNoSlot;           // whole
+    std::unique_ptr<SlotId[]> cells;  // cut: the slot each carved cell belongs to
+    uint32_t previous = UINT32_MAX;   // idle list
     uint32_t next = UINT32_MAX;
   };
   struct Slot {
@@ -175,8 +179,8 @@ class Pool {
   std::vector<uint64_t> free_bits_;  // one bit a free frame
   uint32_t num_free_frames_ = 0;
   uint32_t num_populated_ = 0;
-  size_t free_hint_ = 0;              // word to start looking in
-  uint32_t idle_ = UINT32_MAX;        // list of cut frames with no cell taken
+  size_t free_hint_ = 0;        // word to start looking in
+  uint32_t idle_ = UINT32_MAX;  // list of cut frames with no cell taken
   uint32_t num_idle_ = 0;
   uint32_t num_idle_of_[kNumClasses] = {};
   uint32_t num_frames_in_free_large_ = 0;

@@ -109,7 +109,8 @@ bool check_limits(const Segment::Options& options, uint64_t bytes, std::string* 
     rlimit limit{};
     getrlimit(RLIMIT_MEMLOCK, &limit);
     if (limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < bytes) {
-      *error = "the limit on locked memory is " + mib(limit.rlim_cur) + ", the pool needs " + mib(bytes) +
+      *error = "the limit on locked memory is " + mib(limit.rlim_cur) + ", the pool needs " +
+               mib(bytes) +
                "; raise it (ulimit -l, or LimitMEMLOCK= in the unit) or open without lock_memory";
       return false;
     }
@@ -149,15 +150,16 @@ bool Segment::map_data(uint64_t bytes, std::string* error) {
   }
   // Addresses first, one frame too many, so that frames can be aligned to huge pages.
   reservation_bytes_ = bytes + kFrameBytes;
-  reservation_ =
-      mmap(nullptr, reservation_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  reservation_ = mmap(nullptr, reservation_bytes_, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reservation_ == MAP_FAILED) {
     reservation_ = nullptr;
     *error = errno_text("cannot reserve " + mib(bytes) + " of addresses");
     return false;
   }
   const uintptr_t start = reinterpret_cast<uintptr_t>(reservation_);
-  uint8_t* aligned = reinterpret_cast<uint8_t*>((start + kFrameBytes - 1) / kFrameBytes * kFrameBytes);
+  uint8_t* aligned =
+      reinterpret_cast<uint8_t*>((start + kFrameBytes - 1) / kFrameBytes * kFrameBytes);
   void* mapped = mmap(aligned, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, data_fd_, 0);
   if (mapped == MAP_FAILED) {
     *error = errno_text("cannot map the pool's memory");
@@ -182,8 +184,8 @@ bool Segment::map_headers(std::string* error) {
     *error = errno_text("cannot make the header file");
     return false;
   }
-  void* mapped =
-      mmap(nullptr, header_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, header_fd_, 0);
+  void* mapped = mmap(nullptr, header_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                      header_fd_, 0);
   if (mapped == MAP_FAILED) {
     *error = errno_text("cannot map the headers");
     return false;
@@ -209,7 +211,8 @@ Segment::~Segment() {
 bool Segment::populate(uint32_t first, uint32_t count, std::string* error) {
   uint8_t* start = data_ + uint64_t{first} * kFrameBytes;
   const uint64_t bytes = uint64_t{count} * kFrameBytes;
-  // Touching unbacked shared memory would end in SIGBUS when there is none; these calls return an error.
+  // Touching unbacked shared memory would end in SIGBUS when there is none; these calls return an
+  // error.
   int done;
   do {
     done = madvise(start, bytes, MADV_POPULATE_WRITE);

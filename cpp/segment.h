@@ -1,9 +1,12 @@
-// One memfd on one NUMA node: the payload memory of a node, with its slot headers in a memfd of their own.
+// One memfd on one NUMA node: the payload memory of a node, with its slot headers in a memfd of
+// their own.
 //
-// Threads: everything is constant after create() but the pages themselves. populate() may run beside any use of
-// frames populated before. Headers are written by the owner of the slot only (see pool.h for who that is).
+// Threads: everything is constant after create() but the pages themselves. populate() may run
+//   beside any use of frames populated before. Headers are written by the owner of the slot only
+//   (see pool.h for who that is).
 // Owns: both descriptors and both mappings. Neither mapping is inherited by a forked child.
-// Invariants: the data memfd cannot be resized; the header memfd cannot be mapped writable by anybody else.
+// Invariants: the data memfd cannot be resized; the header memfd cannot be mapped writable by
+//   anybody else.
 #pragma once
 
 #include <atomic>

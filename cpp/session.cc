@@ -14,8 +14,9 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
   batch->version = request.version;
   batch->deadline = now + limits_.grant;
   const uint64_t number = blocks_.next_batch();
-  // The whole chain is touched, the part the engine already had included, the head as the youngest: a parent never
-  // becomes older than its child. From the head down, so that this holds at every moment too.
+  // The whole chain is touched, the part the engine already had included, the head as the youngest:
+  // a parent never becomes older than its child. From the head down, so that this holds at every
+  // moment too.
   for (size_t depth = 0; depth < request.skip; ++depth) {
     batch->parent_held = blocks_.touch(request.keys[depth], space_, make_stamp(number, depth));
   }
@@ -48,8 +49,8 @@ bool Session::grant_items(GrantBatch& batch, bool chain) {
     if (batch.statuses[i] != Status::kOutOfSpace) continue;
     GrantBatch::Item& item = batch.items[i];
     const Stamp limit = item.stamp >> kDepthBits << kDepthBits;
-    batch.statuses[i] =
-        blocks_.reserve(item.key, space_, batch.version, item.length, item.stamp, limit, &item.taken);
+    batch.statuses[i] = blocks_.reserve(item.key, space_, batch.version, item.length, item.stamp,
+                                        limit, &item.taken);
     if (batch.statuses[i] != Status::kOutOfSpace) {
       any = true;
     } else if (chain) {
@@ -72,8 +73,9 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     if (batch->statuses[i] != Status::kOk) continue;
     GrantBatch::Item& item = batch->items[i];
     if (i < end) {
-      batch->statuses[i] = blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length, item.stamp,
-                                           std::move(item.parts), std::move(item.text)});
+      batch->statuses[i] =
+          blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length,
+                          item.stamp, std::move(item.parts), std::move(item.text)});
     } else {
       blocks_.abort(item.taken.slot);
       batch->statuses[i] = otherwise;
@@ -92,10 +94,12 @@ void Session::keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now) {
   leases_.emplace(batch->id, batch);
 }
 
-std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size_t skip, bool run, Nanos now) {
+std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size_t skip, bool run,
+                                            Nanos now) {
   auto batch = std::make_shared<LeaseBatch>();
   const uint64_t number = blocks_.next_batch();
-  for (size_t depth = 0; depth < skip; ++depth) blocks_.touch(keys[depth], space_, make_stamp(number, depth));
+  for (size_t depth = 0; depth < skip; ++depth)
+    blocks_.touch(keys[depth], space_, make_stamp(number, depth));
   batch->items.reserve(keys.size() - skip);
   size_t hits = 0;
   for (size_t depth = skip; depth < keys.size(); ++depth) {
@@ -191,7 +195,8 @@ size_t Session::revoke_overdue(Nanos now) {
   const std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<LeaseBatch>> overdue;
   for (const auto& [id, batch] : leases_) {
-    if (batch->kind == LeaseKind::kCopying && batch->deadline < now && batch->reading == 0) overdue.push_back(batch);
+    if (batch->kind == LeaseKind::kCopying && batch->deadline < now && batch->reading == 0)
+      overdue.push_back(batch);
   }
   size_t blocks = 0;
   for (const auto& batch : overdue) {
@@ -241,15 +246,16 @@ uint64_t Session::num_granted() const {
 
 uint64_t Session::num_copying() const {
   const std::lock_guard lock(mutex_);
-  return static_cast<uint64_t>(
-      std::ranges::count_if(leases_, [](const auto& held) { return held.second->kind == LeaseKind::kCopying; }));
+  return static_cast<uint64_t>(std::ranges::count_if(
+      leases_, [](const auto& held) { return held.second->kind == LeaseKind::kCopying; }));
 }
 
 uint64_t Session::num_leased() const {
   const std::lock_guard lock(mutex_);
   uint64_t count = 0;
   for (const auto& [id, batch] : leases_) {
-    count += static_cast<uint64_t>(std::ranges::count_if(batch->items, [](const auto& item) { return item.has_value(); }));
+    count += static_cast<uint64_t>(
+        std::ranges::count_if(batch->items, [](const auto& item) { return item.has_value(); }));
   }
   return count;
 }

@@ -1,11 +1,13 @@
 // A peer's standing at a node: the grants and leases it holds, and nothing else of it.
 //
-// Grants and leases are taken and ended by the batch, under one name. A grant's name is random (an attempt id): a late
-// commit or abort finds nothing and is refused. A lease is (block, generation); a *copying* lease may be revoked once
-// its deadline has passed and nobody is reading by it, a *view* never ends but by release. Overdue grants end by
-// commit or abort only: their memory stays out of use and is counted as stuck.
+// Grants and leases are taken and ended by the batch, under one name. A grant's name is random (an
+// attempt id): a late commit or abort finds nothing and is refused. A lease is (block, generation);
+// a *copying* lease may be revoked once its deadline has passed and nobody is reading by it, a
+// *view* never ends but by release. Overdue grants end by commit or abort only: their memory stays
+// out of use and is counted as stuck.
 //
-// Threads: any; one mutex a session, taken before the table's. No clock in here: `now` is an argument.
+// Threads: any; one mutex a session, taken before the table's. No clock in here: `now` is an
+//   argument.
 // Owns: what it names. end() gives back everything but views.
 #pragma once
 
@@ -60,11 +62,12 @@ struct GrantBatch {
 struct PutRequest {
   std::span<const BlockKey> keys;
   size_t skip = 0;
-  std::span<const uint64_t> lengths;      // of keys[skip..]
-  std::span<const std::string> texts;     // empty, or one a key
+  std::span<const uint64_t> lengths;   // of keys[skip..]
+  std::span<const std::string> texts;  // empty, or one a key
   uint64_t part_bytes = kOpaquePartBytes;
   uint32_t version = 0;
-  bool chain = true;  // later blocks are useless without earlier ones: stop at the first that finds no room
+  bool chain =
+      true;  // later blocks are useless without earlier ones: stop at the first that finds no room
 };
 
 // Blocks under lease. Items are constant; `reading` and `ended` are guarded by the session.
@@ -92,17 +95,20 @@ class Session {
   Namespace& space() const { return space_; }
 
   // ---- put: reserve → write → commit | abort
-  // Grants what it can. An item without room is kOutOfSpace, and with it, in a chain, all that follow.
+  // Grants what it can. An item without room is kOutOfSpace, and with it, in a chain, all that
+  // follow.
   std::shared_ptr<GrantBatch> reserve(const PutRequest& request, Nanos now);
   // Tries again for the items left kOutOfSpace; true if any was granted.
   bool reserve_more(GrantBatch& batch, bool chain);
-  // Commits the granted items before `end` and gives up the others with `otherwise`. False: no such attempt.
+  // Commits the granted items before `end` and gives up the others with `otherwise`. False: no such
+  // attempt.
   bool commit(const AttemptId& id, size_t end, Status otherwise);
   bool abort(const AttemptId& id) { return commit(id, 0, Status::kCancelled); }
 
   // ---- get: lookup → read → release
   // Leases every key that is held; with `run`, only the leading run.
-  std::shared_ptr<LeaseBatch> lookup(std::span<const BlockKey> keys, size_t skip, bool run, Nanos now);
+  std::shared_ptr<LeaseBatch> lookup(std::span<const BlockKey> keys, size_t skip, bool run,
+                                     Nanos now);
   // Between begin_read (true) and end_read nothing under the lease moves.
   bool begin_read(LeaseBatch& batch);
   void end_read(LeaseBatch& batch);
@@ -110,7 +116,8 @@ class Session {
   // Copying leases become views, within the bound; false if it is reached or the lease is gone.
   bool make_view(LeaseBatch& batch);
   AttemptId ticket(LeaseBatch& batch);
-  // Leases of the same blocks for another session, if this one has issued `ticket` and still holds it.
+  // Leases of the same blocks for another session, if this one has issued `ticket` and still holds
+  // it.
   std::shared_ptr<LeaseBatch> find_ticket(const AttemptId& ticket);
   std::shared_ptr<LeaseBatch> adopt(Session& issuer, LeaseBatch& batch, Nanos now);
 
@@ -134,7 +141,8 @@ class Session {
   SessionLimits& limits_;
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>> grants_;  // by the attempt id's high half
+  std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>>
+      grants_;  // by the attempt id's high half
   std::unordered_map<uint64_t, std::shared_ptr<LeaseBatch>> leases_;
 };
 

@@ -1,5 +1,5 @@
-// What can happen to one item of a batch. A code exists only where a caller would do something else.
-// Python's `kvstore.Status` mirrors this list value by value (a test compares the two).
+// What can happen to one item of a batch. A code exists only where a caller would do something
+// else. Python's `kvstore.Status` mirrors this list value by value (a test compares the two).
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
-// A stripe of the table (blocks.h): entries, their index by key, and the policy that orders them for eviction.
-// Included by blocks.cc, evict.cc and nothing else.
+// A stripe of the table (blocks.h): entries, their index by key, and the policy that orders them
+// for eviction. Included by blocks.cc, evict.cc and nothing else.
 #pragma once
 
 #include <algorithm>
 #include <memory>
-#include <span>
 #include <mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,7 +34,8 @@ struct Blocks::Entry {
 
   static constexpr uint8_t kInUse = 1;   // not on the list of vacant entries
   static constexpr uint8_t kDoomed = 2;  // left the index; waits for its last lease
-  static constexpr uint8_t kParked = 4;  // met while busy by eviction; not in the policy until idle again
+  static constexpr uint8_t kParked =
+      4;  // met while busy by eviction; not in the policy until idle again
 
   bool live() const { return has(kInUse) && !has(kDoomed); }
   bool busy() const { return num_leases > 0 || num_pins > 0; }
@@ -66,7 +67,8 @@ struct Blocks::Stripe {
   uint32_t num_entries = 0;  // ids handed out so far
   std::vector<uint32_t> vacant;
   std::unordered_map<uint32_t, std::string> texts;
-  // Open addressing: 8 bits of the hash beside 24 bits of entry id, so that most misses cost one line.
+  // Open addressing: 8 bits of the hash beside 24 bits of entry id, so that most misses cost one
+  // line.
   std::vector<uint32_t> index;
   uint32_t num_indexed = 0;
 
@@ -81,7 +83,8 @@ struct Blocks::Stripe {
     if (index.empty()) return -1;
     const uint32_t mask = static_cast<uint32_t>(index.size()) - 1;
     const uint32_t tag = static_cast<uint32_t>(hash >> 56) << kEntryBits;
-    for (uint32_t at = static_cast<uint32_t>(hash) & mask; index[at] != kEmpty; at = (at + 1) & mask) {
+    for (uint32_t at = static_cast<uint32_t>(hash) & mask; index[at] != kEmpty;
+         at = (at + 1) & mask) {
       if ((index[at] & ~kEntryMask) == tag && equal(index[at] & kEntryMask)) return at;
     }
     return -1;

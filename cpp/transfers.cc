@@ -22,7 +22,8 @@ void quiet(int fd) {
 }  // namespace
 
 Transfers::Transfers()
-    : event_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), await_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+    : event_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      await_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
 Transfers::~Transfers() {
   cancel_all();
@@ -72,7 +73,8 @@ void Transfers::work() {
 }
 
 void Transfers::finish(const std::shared_ptr<Transfer>& transfer) {
-  transfer->work = nullptr;  // what it held (keys, the loan on the caller's memory) goes before anybody hears
+  transfer->work =
+      nullptr;  // what it held (keys, the loan on the caller's memory) goes before anybody hears
   {
     const std::lock_guard lock(mutex_);
     running_.remove(transfer);

@@ -1,8 +1,10 @@
 // Calls that go on in the background: submit, then wait, poll or drain.
 //
-// Life of a transfer: submit() → queued → running → done, and finished once. cancel() makes it finish early, never not.
+// Life of a transfer: submit() → queued → running → done, and finished once. cancel() makes it
+//   finish early, never not.
 // Threads: any; workers of its own, started with the first transfer. They need no interpreter.
-// Owns: its workers and two event descriptors: one tells of transfers to drain, the other wakes awaiting loops.
+// Owns: its workers and two event descriptors: one tells of transfers to drain, the other wakes
+//   awaiting loops.
 #pragma once
 
 #include <atomic>
@@ -42,8 +44,8 @@ class Transfers {
   Transfers(const Transfers&) = delete;
   Transfers& operator=(const Transfers&) = delete;
 
-  // With `here` the work is done before this returns: it is shorter than handing it over. Null if kFinishedMax
-  // transfers have finished and nobody has collected them.
+  // With `here` the work is done before this returns: it is shorter than handing it over. Null if
+  // kFinishedMax transfers have finished and nobody has collected them.
   std::shared_ptr<Transfer> submit(std::function<void(Transfer&)> work, bool here);
   // True once done; false at the deadline. Collects it: drain() will not name it any more.
   bool wait(Transfer& transfer, Nanos deadline);

@@ -19,15 +19,18 @@ struct Unit {
 };
 
 // Cuts [first, end) of a block into units along part borders.
-void add_units(size_t item, uint64_t first, uint64_t end, uint64_t part_bytes, std::vector<Unit>* units) {
+void add_units(size_t item, uint64_t first, uint64_t end, uint64_t part_bytes,
+               std::vector<Unit>* units) {
   const uint64_t step = std::max<uint64_t>(1, kUnitBytes / part_bytes) * part_bytes;
-  for (uint64_t at = first; at < end; at += step) units->push_back({item, at, std::min(end, at + step)});
+  for (uint64_t at = first; at < end; at += step)
+    units->push_back({item, at, std::min(end, at + step)});
 }
 
 // Walks a slot's memory from a byte offset, like MemoryCursor walks the caller's.
 class SlotCursor {
  public:
-  SlotCursor(uint8_t* base, std::span<const Extent> extents, uint64_t offset) : base_(base), extents_(extents) {
+  SlotCursor(uint8_t* base, std::span<const Extent> extents, uint64_t offset)
+      : base_(base), extents_(extents) {
     while (offset > 0 && offset >= extents_[at_].bytes) offset -= extents_[at_++].bytes;
     used_ = offset;
   }
@@ -51,10 +54,11 @@ class SlotCursor {
 
 enum class Direction { kWrite, kRead };
 
-// Copies [unit.first, unit.end) between a slot and the caller, part by part, with one checksum per part.
+// Copies [unit.first, unit.end) between a slot and the caller, part by part, with one checksum per
+// part.
 template <Direction direction, class PerPart>
-void copy_unit(uint8_t* base, std::span<const Extent> extents, const BlockMemory& memory, uint64_t memory_offset,
-               const Unit& unit, uint64_t part_bytes, PerPart&& per_part) {
+void copy_unit(uint8_t* base, std::span<const Extent> extents, const BlockMemory& memory,
+               uint64_t memory_offset, const Unit& unit, uint64_t part_bytes, PerPart&& per_part) {
   SlotCursor slot(base, extents, unit.first);
   MemoryCursor caller(memory, memory_offset);
   std::span<uint8_t> theirs;
@@ -65,8 +69,9 @@ void copy_unit(uint8_t* base, std::span<const Extent> extents, const BlockMemory
     while (at < part_end) {
       if (theirs.empty()) theirs = caller.next(unit.end - at);
       const std::span<uint8_t> ours = slot.next(std::min<uint64_t>(theirs.size(), part_end - at));
-      crc = direction == Direction::kWrite ? copy_crc32c(crc, ours.data(), theirs.data(), ours.size())
-                                           : copy_crc32c(crc, theirs.data(), ours.data(), ours.size());
+      crc = direction == Direction::kWrite
+                ? copy_crc32c(crc, ours.data(), theirs.data(), ours.size())
+                : copy_crc32c(crc, theirs.data(), ours.data(), ours.size());
       theirs = theirs.subspan(ours.size());
       at += ours.size();
     }
@@ -87,8 +92,11 @@ BlockKey with_rank(BlockKey key, uint16_t rank) {
 
 }  // namespace
 
-LocalStore::LocalStore(std::shared_ptr<Node> node, const std::string& namespace_digest, uint64_t part_bytes)
-    : node_(std::move(node)), session_(node_->open_session(namespace_digest)), part_bytes_(part_bytes) {}
+LocalStore::LocalStore(std::shared_ptr<Node> node, const std::string& namespace_digest,
+                       uint64_t part_bytes)
+    : node_(std::move(node)),
+      session_(node_->open_session(namespace_digest)),
+      part_bytes_(part_bytes) {}
 
 LocalStore::~LocalStore() {
   session_->end();
@@ -120,8 +128,8 @@ void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& 
   }
 }
 
-Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blocks, ByteRange range,
-                         const CallLimits& limits) {
+Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blocks,
+                         ByteRange range, const CallLimits& limits) {
   std::vector<Unit> units;
   std::vector<std::vector<Extent>> extents(grants.items.size());
   uint64_t bytes = 0;
@@ -192,11 +200,13 @@ size_t LocalStore::match(std::span<const BlockKey> keys, size_t skip, uint16_t r
   return keys.size() - skip;
 }
 
-std::shared_ptr<LeaseBatch> LocalStore::lookup(std::span<const BlockKey> keys, size_t skip, bool run) {
+std::shared_ptr<LeaseBatch> LocalStore::lookup(std::span<const BlockKey> keys, size_t skip,
+                                               bool run) {
   return session_->lookup(keys, skip, run, monotonic_now());
 }
 
-GetOutcome LocalStore::read(LeaseBatch& leases, size_t first, const std::vector<BlockMemory>& blocks, ByteRange range,
+GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
+                            const std::vector<BlockMemory>& blocks, ByteRange range,
                             const CallLimits& limits) {
   GetOutcome outcome;
   outcome.statuses.assign(blocks.size(), Status::kMiss);
@@ -215,7 +225,8 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first, const std::vector<
     extents[i] = node_->pool().extents(found->slot, found->length);
     const uint64_t end = std::min(found->length - range.first, range.bytes) + range.first;
     outcome.bytes[i] = end - range.first;
-    if (outcome.bytes[i] > blocks[i].bytes() && !outcome.too_small) outcome.too_small = {i, found->length};
+    if (outcome.bytes[i] > blocks[i].bytes() && !outcome.too_small)
+      outcome.too_small = {i, found->length};
     add_units(i, range.first, end, part_bytes_, &units);
     bytes += outcome.bytes[i];
   }
@@ -233,15 +244,18 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first, const std::vector<
     }
     const Found& found = *leases.items[first + unit.item];
     copy_unit<Direction::kRead>(node_->segment().data(), extents[unit.item], blocks[unit.item],
-                                unit.first - range.first, unit, part_bytes_, [&](uint64_t part, uint32_t crc) {
-                                  if (found.parts[part] != crc) failed[unit.item].store(Status::kCorrupt);
+                                unit.first - range.first, unit, part_bytes_,
+                                [&](uint64_t part, uint32_t crc) {
+                                  if (found.parts[part] != crc)
+                                    failed[unit.item].store(Status::kCorrupt);
                                 });
   });
   for (size_t i = 0; i < blocks.size(); ++i) {
     const Status status = failed[i].load(std::memory_order_relaxed);
     if (status == Status::kOk) continue;
     // The reader only complains; the owner's own check decides.
-    if (status == Status::kCorrupt) node_->blocks().check(leases.items[first + i]->entry, part_bytes_);
+    if (status == Status::kCorrupt)
+      node_->blocks().check(leases.items[first + i]->entry, part_bytes_);
     zero(blocks[i]);
     outcome.statuses[i] = status;
     outcome.bytes[i] = 0;
@@ -258,10 +272,12 @@ Released LocalStore::release(LeaseBatch& leases) {
 
 std::vector<Status> LocalStore::verify(LeaseBatch& leases) {
   std::vector<Status> statuses(leases.items.size(), Status::kMiss);
-  if (!session_->begin_read(leases)) return std::vector<Status>(leases.items.size(), Status::kUnavailable);
+  if (!session_->begin_read(leases))
+    return std::vector<Status>(leases.items.size(), Status::kUnavailable);
   for (size_t i = 0; i < leases.items.size(); ++i) {
     if (!leases.items[i]) continue;
-    statuses[i] = node_->blocks().check(leases.items[i]->entry, part_bytes_) ? Status::kOk : Status::kCorrupt;
+    statuses[i] =
+        node_->blocks().check(leases.items[i]->entry, part_bytes_) ? Status::kOk : Status::kCorrupt;
   }
   session_->end_read(leases);
   return statuses;

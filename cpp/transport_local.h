@@ -2,7 +2,8 @@
 //
 //   put: reserve → write → commit | abort          get: lookup → read → release
 //
-// Threads: any. Calls block for the copy, and put for room up to its deadline; nothing here needs the interpreter.
+// Threads: any. Calls block for the copy, and put for room up to its deadline; nothing here needs
+//   the interpreter.
 // Owns: a session at the node. close() ends it once the calls under way have returned.
 #pragma once
 
@@ -27,7 +28,9 @@ struct CallLimits {
   Nanos deadline = kNever;
   const std::atomic<bool>* cancelled = nullptr;
   bool passed() const { return deadline != kNever && monotonic_now() > deadline; }
-  bool stopped() const { return cancelled != nullptr && cancelled->load(std::memory_order_relaxed); }
+  bool stopped() const {
+    return cancelled != nullptr && cancelled->load(std::memory_order_relaxed);
+  }
 };
 
 // Bytes [first, first + bytes) of each block: all of it, or some parts.
@@ -46,7 +49,8 @@ struct PutOutcome {
 struct GetOutcome {
   std::vector<Status> statuses;
   std::vector<uint64_t> bytes;
-  // Item whose memory is smaller than its block, and the block's length: then nothing was read at all.
+  // Item whose memory is smaller than its block, and the block's length: then nothing was read at
+  // all.
   std::optional<std::pair<size_t, uint64_t>> too_small;
 };
 
@@ -64,9 +68,12 @@ class LocalStore {
   uint32_t version() const { return session_->space().version.load(); }
 
   // REQUIRES (all calls): keys.size() <= kBatchBlocksMax; blocks.size() == keys.size() - skip.
-  PutOutcome put(const PutRequest& request, const std::vector<BlockMemory>& blocks, const CallLimits& limits);
-  GetOutcome get(std::span<const BlockKey> keys, const std::vector<BlockMemory>& blocks, const CallLimits& limits);
-  // Blocks of the leading run after `skip`, none of them touched. `ranks` > 1: the shortest over the sibling shards.
+  PutOutcome put(const PutRequest& request, const std::vector<BlockMemory>& blocks,
+                 const CallLimits& limits);
+  GetOutcome get(std::span<const BlockKey> keys, const std::vector<BlockMemory>& blocks,
+                 const CallLimits& limits);
+  // Blocks of the leading run after `skip`, none of them touched. `ranks` > 1: the shortest over
+  // the sibling shards.
   size_t match(std::span<const BlockKey> keys, size_t skip, uint16_t ranks) const;
 
   // The pieces of put, for a block written part by part.
@@ -74,13 +81,14 @@ class LocalStore {
   // For items that found no room: waits for some, up to the deadline.
   void reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits);
   // Writes the range of every granted item; kOk, kTimedOut or kCancelled. Whole parts only.
-  Status write(GrantBatch& grants, const std::vector<BlockMemory>& blocks, ByteRange range, const CallLimits& limits);
+  Status write(GrantBatch& grants, const std::vector<BlockMemory>& blocks, ByteRange range,
+               const CallLimits& limits);
   PutOutcome commit(GrantBatch& grants, size_t end, Status otherwise);
 
   // The pieces of get. read() fills items [first, first + blocks.size()).
   std::shared_ptr<LeaseBatch> lookup(std::span<const BlockKey> keys, size_t skip, bool run);
-  GetOutcome read(LeaseBatch& leases, size_t first, const std::vector<BlockMemory>& blocks, ByteRange range,
-                  const CallLimits& limits);
+  GetOutcome read(LeaseBatch& leases, size_t first, const std::vector<BlockMemory>& blocks,
+                  ByteRange range, const CallLimits& limits);
   Released release(LeaseBatch& leases);
   // Checks the bytes of every leased block against its checksums; the statuses say which are bad.
   std::vector<Status> verify(LeaseBatch& leases);

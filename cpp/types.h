@@ -11,15 +11,15 @@ namespace kvstore {
 
 // ---- limits, gathered; the assertions relate them --------------------------------------------
 
-inline constexpr size_t kFrameBytes = size_t{2} << 20;   // unit of memory between sizes
-inline constexpr size_t kSlotAlign = 64;                 // a slot starts on a cache line
-inline constexpr size_t kKeyBytes = 32;                  // BlockKey
-inline constexpr size_t kChainBytes = 28;                // chain hash inside a BlockKey
-inline constexpr size_t kTextKeyBytesMax = 512;          // str or bytes given as a key
+inline constexpr size_t kFrameBytes = size_t{2} << 20;       // unit of memory between sizes
+inline constexpr size_t kSlotAlign = 64;                     // a slot starts on a cache line
+inline constexpr size_t kKeyBytes = 32;                      // BlockKey
+inline constexpr size_t kChainBytes = 28;                    // chain hash inside a BlockKey
+inline constexpr size_t kTextKeyBytesMax = 512;              // str or bytes given as a key
 inline constexpr size_t kOpaquePartBytes = size_t{1} << 20;  // part of an opaque block
-inline constexpr size_t kPartBytesMin = size_t{2} << 10;     // heads join until a part has this much
-inline constexpr size_t kBatchBlocksMax = 65536;         // blocks in one call; depth fits 16 bits
-inline constexpr size_t kStripes = 64;                   // lock-sized portions of the table
+inline constexpr size_t kPartBytesMin = size_t{2} << 10;  // heads join until a part has this much
+inline constexpr size_t kBatchBlocksMax = 65536;          // blocks in one call; depth fits 16 bits
+inline constexpr size_t kStripes = 64;                    // lock-sized portions of the table
 inline constexpr size_t kStripeEntriesMax = size_t{1} << 24;  // an entry id is 24 bits
 inline constexpr uint64_t kBlockBytesMax = uint64_t{1} << 40;
 

@@ -270,9 +270,10 @@ class Keys:
     @overload
     def __getitem__(self, index: slice) -> Keys: ...
     def __getitem__(self, index: int | slice) -> bytes | Keys:
-        if not isinstance(index, slice):
-            return self._array[index].tobytes()
-        return Keys(self._array[index], self._version)
+        if isinstance(index, slice):
+            return Keys(self._array[index], self._version)
+        key: bytes = self._array[index].tobytes()
+        return key
 
     def __iter__(self) -> Iterator[bytes]:
         return (key.tobytes() for key in self._array)

@@ -165,18 +165,21 @@ def test_worked_example_of_the_format_page_is_right() -> None:
     record = reference_record("demo", layers=1, kv_heads=2, head_dim=64)
     keys = make_keys(spec, range(40))
     assert list(keys) == reference_chain(record, list(range(40)))
-    block = bytes(i * 7 % 256 for i in range(8192))
+    block = bytes((i * 7 + i // 256) % 256 for i in range(8192))
     assert (spec.block_bytes, spec.parts.part_bytes) == (8192, 2048)
     parts = [reference_crc32c(block[i : i + 2048]) for i in range(0, 8192, 2048)]
     assert parts == [_core.crc32c(block[i : i + 2048]) for i in range(0, 8192, 2048)]
     content_id = _core.crc32c(struct.pack("<4I", *parts))
     assert content_id == reference_crc32c(struct.pack("<4I", *parts))
-    shown = [spec.canonical().hex(), spec.namespace_id.hex(), spec.root.hex()]
+    shown = [spec.namespace_id.hex(), spec.root.hex()]
     shown += [*(key.hex() for key in keys), keys.with_rank(1, 2)[0].hex()]
     shown += [text_key(spec, "system prompt").hex(), keys_from_ids(spec, [7])[0].hex()]
     shown += [f"{checksum:08x}" for checksum in (*parts, content_id)]
     page = "".join(FORMAT.split())
     assert [value for value in shown if value not in page] == []
+    lines = FORMAT.split("The record, 133 bytes:")[1].split("namespace id")[0].splitlines()
+    columns = [line[4:46].replace(" ", "") for line in lines]
+    assert "".join(columns) == spec.canonical().hex() == record.hex()
 
 
 KEYS_IN_A_FRESH_PROCESS = """
@@ -246,9 +249,10 @@ def test_chain_continues_from_a_parent() -> None:
     spec, whole = spec_of(), make_keys(spec_of(), range(96), salt=b"s")
     for parent in (whole[1], whole[1][:28]):
         assert make_keys(spec, range(32, 96), parent=parent) == whole[2:]
-    for parent in (b"", bytes(27), bytes(33), "x" * 28):
+    bad: list[Any] = [b"", bytes(27), bytes(33), "x" * 28]
+    for parent in bad:
         with pytest.raises(InvalidArgument, match=r"parent is .*32 bytes of the block before"):
-            make_keys(spec, range(16), parent=parent)  # type: ignore[arg-type]
+            make_keys(spec, range(16), parent=parent)
     with pytest.raises(InvalidArgument, match="parent and salt"):
         make_keys(spec, range(16), parent=whole[0], salt=b"s")
 

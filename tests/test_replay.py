@@ -293,12 +293,9 @@ def test_a_store_that_evicts_heads_first_is_seen() -> None:
     class HeadsFirst(LyingStore):
         """Takes a chain apart from its head, as no store should."""
 
-        def settle(self, timeout: float) -> bool:
-            return True
-
         def evicted(self) -> list[bytes]:
             held = [each.key for each in self.store.list() if each.key in self.order]
-            victims = sorted(held, key=self.order.index)[:1]
+            victims = sorted(held, key=self.order.index)
             self.store.remove(np.frombuffer(b"".join(victims), np.uint8).reshape(-1, 32))
             return victims
 
@@ -307,8 +304,9 @@ def test_a_store_that_evicts_heads_first_is_seen() -> None:
             return self.store.put(keys, blocks, **options)
 
     requests = [chain(0, 1, 2, 3), chain(1, 9)]
-    options = ReplayOptions(block_bytes=64, capacity_blocks=3)
-    report = replay(requests, options, open_store=HeadsFirst(damage_bytes()).open)
+    report = replay(
+        requests, ReplayOptions(block_bytes=64), open_store=HeadsFirst(damage_bytes()).open
+    )
     assert report.orphaned == 2
 
 

@@ -42,7 +42,7 @@ PYTHON_LAYERS = {
     "keys": ["keys"],
     "store": ["hit", "transfer", "store"],
     "public": [""],
-    "sim": ["sim", "sim.workload", "sim.replay"],
+    "sim": ["sim", "sim.workload", "sim.checkers", "sim.replay"],
     "cli": ["cli", "__main__"],
 }
 
@@ -50,7 +50,7 @@ PYTHON_LAYERS = {
 VENDOR_HEADERS = {
     r"pybind11/\w+\.h|Python\.h": r"bindings\w*\.(h|cc)",
     r"sys/(mman|resource|syscall)\.h|fcntl\.h|linux/capability\.h": r"segment\.cc",
-    r"unistd\.h": r"(segment|transfers|node|bindings)\.cc",
+    r"unistd\.h": r"(segment|transfers|node)\.cc|bindings\w*\.(h|cc)",
     r"sys/eventfd\.h": r"transfers\.cc",
     r"sys/random\.h": r"node\.cc",
     r"(immintrin|cpuid|arm_acle|arm_neon|sys/auxv)\.h": r"(crc32c|sha256)\.cc",
