@@ -31,9 +31,14 @@ std::vector<BlockKey> to_keys(const py::buffer& keys) {
   return copied;
 }
 
-CallLimits limits_for(int64_t timeout_ns) {
+Nanos deadline_after(int64_t timeout_ns) {
   const Nanos now = monotonic_now();
-  return {timeout_ns >= kNever - now ? kNever : now + timeout_ns, nullptr};
+  return timeout_ns >= kNever - now ? kNever : now + timeout_ns;
+}
+
+CallLimits limits_for(int64_t timeout_ns) {
+  if (timeout_ns == 0) return {kNever, nullptr, false};  // wait for nothing, but do what can be done
+  return {deadline_after(timeout_ns), nullptr, true};
 }
 
 py::bytes to_bytes(const std::vector<Status>& statuses) {
@@ -139,9 +144,10 @@ Store::~Store() {
 
 void Store::close() {
   check_fork(pid_);
-  closed_.store(true);
+  if (closed_.exchange(true)) return;
   const py::gil_scoped_release unlocked;
   transfers_->cancel_all();
+  local_->node().room_freed();  // wakes what waits for room
   // Calls under way have deadlines, and transfers were told to end: both let go of their slots by
   // themselves.
   while (calls_.load() > 0 || transfers_->num_unfinished() > 0) {
@@ -149,6 +155,7 @@ void Store::close() {
   }
   local_->session().end();
   local_->node().room_freed();
+  local_.reset();  // the memory goes with the last store and the last view
 }
 
 Store::Call::Call(Store& store) : store_(store) {
@@ -265,7 +272,7 @@ std::string Store::audit() {
 bool Store::settle(int64_t timeout_ns) {
   const Call call(*this);
   const py::gil_scoped_release unlocked;
-  return local_->node().settle(limits_for(timeout_ns).deadline);
+  return local_->node().settle(deadline_after(timeout_ns));
 }
 
 py::bytes Store::evicted() {
@@ -308,6 +315,7 @@ PYBIND11_MODULE(_core, m) {
            py::arg("digest"), py::arg("part_bytes"))
       .def("close", &Store::close)
       .def("version", [](Store& self) { return Store::Call(self)->version(); })
+      .def("node", [](Store& self) { return Store::Call(self)->shared_node(); })
       .def("put", &Store::put)
       .def("get", &Store::get)
       .def("match", &Store::match)

@@ -41,7 +41,8 @@ struct ForkAware {
 };
 
 std::vector<BlockKey> to_keys(const pybind11::buffer& keys);
-CallLimits limits_for(int64_t timeout_ns);
+Nanos deadline_after(int64_t timeout_ns);
+CallLimits limits_for(int64_t timeout_ns);  // zero: wait for nothing
 pybind11::bytes to_bytes(const std::vector<Status>& statuses);
 pybind11::tuple to_python(const PutOutcome& outcome);
 pybind11::tuple to_python(const GetOutcome& outcome, const std::vector<BlockMemory>& blocks);
@@ -84,6 +85,7 @@ class Store {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
     LocalStore* operator->() const { return store_.local_.get(); }
+    const std::shared_ptr<LocalStore>& local() const { return store_.local_; }
 
    private:
     Store& store_;
@@ -111,11 +113,11 @@ class Store {
   std::shared_ptr<Transfer> match_async(const pybind11::buffer& keys, size_t skip, uint16_t ranks);
   std::vector<std::shared_ptr<Transfer>> drain();
   bool wait(Transfer& transfer, int64_t timeout_ns);
+  void cancel(Transfer& transfer);
   int event_fd();
   int await_fd();
   void set_awaiting(bool awaiting);
 
-  const std::shared_ptr<LocalStore>& local() const { return local_; }
   uint64_t part_bytes() const { return part_bytes_; }
   pid_t pid() const { return pid_; }
 

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -30,7 +31,8 @@ struct DlTensor {
   int64_t* strides;  // in items; null: C order
   uint64_t byte_offset;
 };
-enum : int { kDlCpu = 1, kDlCudaHost = 3 };
+enum : int { kDlCpu = 1, kDlCudaHost = 3 };                            // devices
+enum : int { kDlBool = 6, kDlFloat8E4m3fn = 10, kDlFloat8E5m2 = 12 };  // type codes
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
@@ -104,24 +106,12 @@ bool format_has_objects(const char* format) {
 }
 
 std::string dlpack_dtype_name(const DlTensor& tensor) {
-  static constexpr std::array<std::string_view, 16> kNames = {"int",
-                                                              "uint",
-                                                              "float",
-                                                              "opaque",
-                                                              "bfloat",
-                                                              "complex",
-                                                              "bool",
-                                                              "float8_e3m4",
-                                                              "float8_e4m3",
-                                                              "float8_e4m3b11fnuz",
-                                                              "float8_e4m3fn",
-                                                              "float8_e4m3fnuz",
-                                                              "float8_e5m2",
-                                                              "float8_e5m2fnuz",
-                                                              "float8_e8m0fnu",
-                                                              "float6_e2m3fn"};
-  const std::string_view name = tensor.code < kNames.size() ? kNames[tensor.code] : "unknown";
-  return tensor.code <= 5 ? numbered(name, tensor.bits / 8) : std::string(name);
+  static constexpr std::array kNumbered = {"int", "uint", "float", "opaque", "bfloat", "complex"};
+  if (tensor.code < kNumbered.size()) return numbered(kNumbered[tensor.code], tensor.bits / 8);
+  if (tensor.code == kDlBool) return "bool";
+  if (tensor.code == kDlFloat8E4m3fn) return "float8_e4m3fn";
+  if (tensor.code == kDlFloat8E5m2) return "float8_e5m2";
+  return "DLPack's type " + std::to_string(tensor.code);
 }
 
 // INT64_MIN, which is refused later, where the product is beyond any memory.
@@ -179,9 +169,10 @@ bool Exports::hold_buffer(py::handle object, int flags) {
 }
 
 void Exports::release() {
-  for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
-  buffers_.clear();
-  objects_.clear();
+  // Taken first: letting go may run Python code that calls `release` again.
+  const auto objects = std::exchange(objects_, {});
+  auto buffers = std::exchange(buffers_, {});
+  for (Py_buffer& buffer : buffers) PyBuffer_Release(&buffer);
 }
 
 // ---- any array ---------------------------------------------------------------------------------

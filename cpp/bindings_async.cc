@@ -26,9 +26,10 @@ struct AsyncPut {
 };
 
 struct AsyncGet {
-  AsyncGet(const py::buffer& keys, const Buffers& buffers, const std::shared_ptr<LocalStore>& at)
+  AsyncGet(const py::buffer& key_bytes, const Buffers& buffers,
+           const std::shared_ptr<LocalStore>& at)
       : store(at),
-        keys(to_keys(keys)),
+        keys(to_keys(key_bytes)),
         blocks(buffers.blocks()),
         loan(store->node(), blocks, true) {}
   std::shared_ptr<LocalStore> store;
@@ -103,10 +104,18 @@ std::vector<std::shared_ptr<Transfer>> Store::drain() {
 
 bool Store::wait(Transfer& transfer, int64_t timeout_ns) {
   check_fork(pid_);  // also after close(): what was submitted can still be asked for
-  const CallLimits limits = limits_for(timeout_ns);
-  bool done = transfer.done.load() && transfers_->wait(transfer, limits.deadline);
-  if (!done) without_gil_if(true, [&] { done = transfers_->wait(transfer, limits.deadline); });
+  const Nanos deadline = deadline_after(timeout_ns);
+  bool done = transfer.done.load() && transfers_->wait(transfer, deadline);
+  if (!done) without_gil_if(true, [&] { done = transfers_->wait(transfer, deadline); });
   return done;
+}
+
+void Store::cancel(Transfer& transfer) {
+  check_fork(pid_);
+  transfer.cancelled.store(true);
+  calls_.fetch_add(1);
+  if (!closed_.load()) local_->node().room_freed();  // it may be waiting for room
+  calls_.fetch_sub(1);
 }
 
 int Store::event_fd() {
@@ -130,13 +139,13 @@ void bind_async(py::module_& m, StoreClass& store) {
       .def("match_async", &Store::match_async)
       .def("drain", &Store::drain)
       .def("wait", &Store::wait)
+      .def("cancel", &Store::cancel)
       .def("event_fd", &Store::event_fd)
       .def("await_fd", &Store::await_fd)
       .def("set_awaiting", &Store::set_awaiting);
   py::class_<Transfer, std::shared_ptr<Transfer>>(m, "Transfer")
       .def_readonly("id", &Transfer::id)
       .def_property_readonly("done", [](const Transfer& self) { return self.done.load(); })
-      .def("cancel", [](Transfer& self) { self.cancelled.store(true); })
       .def("put_result", [](const Transfer& self) { return to_python(self.put); })
       .def("get_result",
            [](const Transfer& self, const Buffers& buffers) {

@@ -81,10 +81,11 @@ py::object make_view(const std::shared_ptr<ViewHold>& hold, uint8_t* data, uint6
 
 class Leases {
  public:
-  Leases(Store& store, std::shared_ptr<LeaseBatch> batch)
-      : store_(store.local()), batch_(std::move(batch)), pid_(store.pid()) {}
+  Leases(std::shared_ptr<Store> store, std::shared_ptr<LocalStore> local,
+         std::shared_ptr<LeaseBatch> batch)
+      : store_(std::move(store)), local_(std::move(local)), batch_(std::move(batch)) {}
   ~Leases() {
-    if (getpid() == pid_) release();
+    if (getpid() == store_->pid()) release();
   }
   Leases(const Leases&) = delete;
   Leases& operator=(const Leases&) = delete;
@@ -97,21 +98,26 @@ class Leases {
 
   py::tuple read(size_t first, const Buffers& buffers, uint64_t range_first, uint64_t range_bytes,
                  int64_t timeout_ns) {
+    const Store::Call call(*store_);
     check_open();
+    // Kept beside the call: another thread may give the lease back meanwhile.
+    const std::shared_ptr<LeaseBatch> batch = batch_;
     const std::vector<BlockMemory>& blocks = buffers.blocks();
-    if (first + blocks.size() > batch_->items.size())
+    if (first + blocks.size() > batch->items.size()) {
       raise_error("InvalidArgument", "more targets than leased blocks");
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      const auto& item = batch_->items[first + i];
-      if (item && range_first >= item->length)
-        raise_error("InvalidArgument", "the part lies beyond the block's end");
     }
-    const Node::Loan loan(store_->node(), blocks, true);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto& item = batch->items[first + i];
+      if (item && range_first >= item->length) {
+        raise_error("InvalidArgument", "the part lies beyond the block's end");
+      }
+    }
+    const Node::Loan loan(call->node(), blocks, true);
     if (!loan.granted()) raise_busy();
     GetOutcome outcome;
     without_gil_if(total_bytes(blocks) >= kShortCopyBytes, [&] {
       outcome =
-          store_->read(*batch_, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
+          call->read(*batch, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
     });
     if (std::ranges::count(outcome.statuses, Status::kUnavailable) > 0) {
       raise_error("LeaseRevoked",
@@ -122,24 +128,26 @@ class Leases {
 
   // One list of memoryviews a block, one memoryview an extent.
   py::list views() {
+    const Store::Call call(*store_);
     check_open();
     if (hold_ == nullptr) {
-      if (!store_->session().make_view(*batch_)) {
-        raise_error(
-            "ViewsRefused",
-            "views would hold " + std::to_string(batch_->bytes) + " more bytes, the limit is " +
-                std::to_string(store_->node().limits().view_bytes_max) +
-                " in all; use read(), close other views, or open with a larger view_fraction");
+      if (!call->session().make_view(*batch_)) {
+        raise_error("ViewsRefused",
+                    "views would hold " + std::to_string(batch_->bytes) +
+                        " more bytes, the limit is " +
+                        std::to_string(call->node().limits().view_bytes_max) +
+                        " in all; use read(), close other views, or open with a larger "
+                        "view_fraction");
       }
-      hold_ = std::make_shared<ViewHold>(ViewHold{store_, batch_, pid_});
+      hold_ = std::make_shared<ViewHold>(ViewHold{call.local(), batch_, store_->pid()});
     }
     py::list blocks;
     for (const auto& item : batch_->items) {
       py::list extents;
       if (item) {
-        for (const Extent& extent : store_->node().pool().extents(item->slot, item->length)) {
+        for (const Extent& extent : call->node().pool().extents(item->slot, item->length)) {
           extents.append(
-              make_view(hold_, store_->node().segment().data() + extent.offset, extent.bytes));
+              make_view(hold_, call->node().segment().data() + extent.offset, extent.bytes));
         }
       }
       blocks.append(std::move(extents));
@@ -148,45 +156,45 @@ class Leases {
   }
 
   py::bytes verify() {
+    const Store::Call call(*store_);
     check_open();
     std::vector<Status> statuses;
-    without_gil_if(true, [&] { statuses = store_->verify(*batch_); });
+    without_gil_if(true, [&] { statuses = call->verify(*batch_); });
     return to_bytes(statuses);
   }
 
   py::bytes ticket() {
+    const Store::Call call(*store_);
     check_open();
-    const AttemptId ticket = store_->session().ticket(*batch_);
+    const AttemptId ticket = call->session().ticket(*batch_);
     return {reinterpret_cast<const char*>(&ticket), sizeof ticket};
   }
 
-  // Whether the lease was held until now. With views exported it lives on until the last of them is
-  // gone.
+  // Whether the lease was held until now. With views exported it lives on until the last is gone.
+  // The store may be closed before.
   bool release() {
-    check_fork(pid_);
+    check_fork(store_->pid());
     if (released_) return held_;
     released_ = true;
     if (hold_ != nullptr) {
       hold_->closed = true;
       hold_->end_if_unused();
-      return held_;
+    } else {
+      held_ = local_->release(*batch_) == Released::kHeld;
     }
-    held_ = store_->release(*batch_) == Released::kHeld;
+    local_.reset();
     return held_;
   }
 
-  size_t num_exported() const { return hold_ == nullptr ? 0 : hold_->exports; }
-
  private:
   void check_open() const {
-    check_fork(pid_);
     if (released_) raise_error("StoreClosed", "the lease was given back; match again");
   }
 
-  const std::shared_ptr<LocalStore> store_;
+  const std::shared_ptr<Store> store_;
+  std::shared_ptr<LocalStore> local_;  // until released
   const std::shared_ptr<LeaseBatch> batch_;
   std::shared_ptr<ViewHold> hold_;
-  const pid_t pid_;
   bool released_ = false;
   bool held_ = true;
 };
@@ -195,10 +203,15 @@ class Leases {
 
 class Grants {
  public:
-  Grants(Store& store, std::shared_ptr<GrantBatch> batch)
-      : store_(store.local()), batch_(std::move(batch)), pid_(store.pid()) {}
+  Grants(std::shared_ptr<Store> store, std::shared_ptr<GrantBatch> batch)
+      : store_(std::move(store)), batch_(std::move(batch)) {}
   ~Grants() {
-    if (getpid() == pid_ && !ended_) end(0);
+    if (getpid() != store_->pid() || ended_) return;
+    try {
+      end(0);
+    } catch (const py::error_already_set&) {
+      // The store was closed before: that gave the slots back.
+    }
   }
   Grants(const Grants&) = delete;
   Grants& operator=(const Grants&) = delete;
@@ -206,83 +219,99 @@ class Grants {
   py::bytes statuses() const { return to_bytes(batch_->statuses); }
 
   // kOk, kTimedOut or kCancelled for the whole range.
-  Status write(const Buffers& buffers, uint64_t range_first, uint64_t range_bytes,
-               int64_t timeout_ns) {
-    check_fork(pid_);
-    if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
-    if (buffers.blocks().size() != batch_->items.size())
+  int write(const Buffers& buffers, uint64_t range_first, uint64_t range_bytes,
+            int64_t timeout_ns) {
+    const Store::Call call(*store_);
+    check_open();
+    if (buffers.blocks().size() != batch_->items.size()) {
       raise_error("InvalidArgument", "blocks and keys differ in number");
+    }
     for (size_t i = 0; i < batch_->items.size(); ++i) {
       const uint64_t length = batch_->items[i].length;
-      if (range_first >= length)
+      const uint64_t offered = buffers.blocks()[i].bytes();
+      if (range_first >= length) {
         raise_error("InvalidArgument", "the part lies beyond the block's end");
-      if (buffers.blocks()[i].bytes() != std::min(range_bytes, length - range_first)) {
-        raise_error("InvalidArgument",
-                    "block " + std::to_string(i) + " offers " +
-                        std::to_string(buffers.blocks()[i].bytes()) + " bytes for a part of " +
-                        std::to_string(std::min(range_bytes, length - range_first)));
+      }
+      const uint64_t needed = std::min(range_bytes, length - range_first);
+      if (offered != needed) {
+        raise_error("InvalidArgument", "block " + std::to_string(i) + " offers " +
+                                           std::to_string(offered) + " bytes for a part of " +
+                                           std::to_string(needed));
       }
     }
-    const Node::Loan loan(store_->node(), buffers.blocks(), false);
+    const Node::Loan loan(call->node(), buffers.blocks(), false);
     if (!loan.granted()) raise_busy();
     Status written = Status::kOk;
+    ++num_writing_;
     without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes, [&] {
-      written = store_->write(*batch_, buffers.blocks(), {range_first, range_bytes},
-                              limits_for(timeout_ns));
+      written = call->write(*batch_, buffers.blocks(), {range_first, range_bytes},
+                            limits_for(timeout_ns));
     });
-    return written;
+    --num_writing_;
+    return static_cast<int>(written);
   }
 
   py::tuple commit() {
-    check_fork(pid_);
-    if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
+    check_open();
     return to_python(end(batch_->items.size()));
   }
 
   void abort() {
-    check_fork(pid_);
+    check_fork(store_->pid());
     if (!ended_) end(0);
   }
 
  private:
-  PutOutcome end(size_t end) {
-    ended_ = true;
-    return store_->commit(*batch_, end, Status::kCancelled);
+  void check_open() const {
+    check_fork(store_->pid());
+    if (ended_) raise_error("StoreClosed", "the put has been committed or given up");
   }
 
-  const std::shared_ptr<LocalStore> store_;
+  PutOutcome end(size_t end) {
+    const Store::Call call(*store_);
+    if (num_writing_ > 0) {
+      raise_error("InvalidArgument", "another thread is still writing a part of this put");
+    }
+    ended_ = true;
+    return call->commit(*batch_, end, Status::kCancelled);
+  }
+
+  const std::shared_ptr<Store> store_;
   const std::shared_ptr<GrantBatch> batch_;
-  const pid_t pid_;
+  // Guarded by the interpreter's lock.
+  unsigned num_writing_ = 0;
   bool ended_ = false;
 };
 
 // ---- made by the store -------------------------------------------------------------------------
 
-std::shared_ptr<Leases> lookup(Store& store, const py::buffer& keys, size_t skip, bool run) {
-  const Store::Call call(store);
-  return std::make_shared<Leases>(store, call->lookup(to_keys(keys), skip, run));
+std::shared_ptr<Leases> lookup(const std::shared_ptr<Store>& store, const py::buffer& keys,
+                               size_t skip, bool run) {
+  const Store::Call call(*store);
+  return std::make_shared<Leases>(store, call.local(), call->lookup(to_keys(keys), skip, run));
 }
 
-std::shared_ptr<Leases> redeem(Store& store, const std::string& ticket) {
-  const Store::Call call(store);
+std::shared_ptr<Leases> redeem(const std::shared_ptr<Store>& store, const std::string& ticket) {
+  const Store::Call call(*store);
   AttemptId name;
   if (ticket.size() != sizeof name) raise_error("InvalidArgument", "a ticket has 16 bytes");
   memcpy(&name, ticket.data(), sizeof name);
   auto batch = call->node().redeem(name, call->session());
-  return batch == nullptr ? nullptr : std::make_shared<Leases>(store, std::move(batch));
+  return batch == nullptr ? nullptr
+                          : std::make_shared<Leases>(store, call.local(), std::move(batch));
 }
 
-std::shared_ptr<Grants> reserve(Store& store, const py::buffer& keys,
+std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::buffer& keys,
                                 const std::vector<uint64_t>& lengths, size_t skip, bool chain,
                                 uint32_t version, const std::vector<std::string>& texts,
                                 int64_t timeout_ns) {
-  const Store::Call call(store);
+  const Store::Call call(*store);
   const std::vector<BlockKey> named = to_keys(keys);
   if (skip + lengths.size() != named.size())
     raise_error("InvalidArgument", "keys and lengths differ in number");
   check_sizes(lengths, call->node());
   PutRequest request{
-      named, skip, lengths, texts, store.part_bytes(), version == 0 ? call->version() : version,
+      named, skip, lengths, texts, store->part_bytes(), version == 0 ? call->version() : version,
       chain};
   auto batch = call->reserve(request);
   if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
@@ -301,15 +330,10 @@ void bind_views(py::module_& m, StoreClass& store) {
       .def("views", &Leases::views)
       .def("verify", &Leases::verify)
       .def("ticket", &Leases::ticket)
-      .def("release", &Leases::release)
-      .def("num_exported", &Leases::num_exported);
+      .def("release", &Leases::release);
   py::class_<Grants, std::shared_ptr<Grants>>(m, "Grants")
       .def("statuses", &Grants::statuses)
-      .def("write",
-           [](Grants& self, const Buffers& buffers, uint64_t first, uint64_t bytes,
-              int64_t timeout_ns) {
-             return static_cast<int>(self.write(buffers, first, bytes, timeout_ns));
-           })
+      .def("write", &Grants::write)
       .def("commit", &Grants::commit)
       .def("abort", &Grants::abort);
 }

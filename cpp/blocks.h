@@ -76,7 +76,7 @@ struct Listed {
 // Only ever grow; read without a lock.
 struct BlockCounters {
   std::atomic<uint64_t> commits{0}, evictions{0}, removals{0}, corrupt{0};
-  std::atomic<uint64_t> requested{0}, hits{0};  // blocks asked for by lookups, and found
+  std::atomic<uint64_t> requested{0}, hits{0};  // blocks asked for by match and get, and found
 };
 
 class Blocks {

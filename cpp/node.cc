@@ -12,6 +12,8 @@ namespace {
 constexpr uint32_t kPopulateFrames =
     16;  // 32 MiB a step: first puts need not wait for the whole pool
 
+constexpr Nanos kLookAgain = 10 * kMillisecond;  // while waiting for a lapsed lease's reader
+
 uint64_t random_word() {
   uint64_t word = 0;
   while (getrandom(&word, sizeof word, 0) != static_cast<ssize_t>(sizeof word)) {
@@ -172,18 +174,20 @@ bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
   const Nanos now = monotonic_now();
   if (now >= deadline) return false;
   uint64_t granted = 0;
-  uint64_t copying = 0;
   size_t revoked = 0;
+  Nanos lapse = kNever;
   for (const auto& session : sessions()) {
     revoked += session->revoke_overdue(now);
     granted += session->num_granted();
-    copying += session->num_copying();
+    lapse = std::min(lapse, session->first_lapse());
   }
   if (revoked > 0) return true;
-  if (!populating() && granted <= own && copying == 0) return frees_.load() != frees;
+  if (!populating() && granted <= own && lapse == kNever) return frees_.load() != frees;
+  // A lapse gives no signal, nor does the end of a read under a lapsed lease: look again then.
+  const Nanos again = lapse == kNever ? deadline : std::max(lapse + 1, now + kLookAgain);
   num_waiting_.fetch_add(1);
   std::unique_lock lock(mutex_);
-  room_.wait_until(lock, to_time_point(deadline),
+  room_.wait_until(lock, to_time_point(std::min(deadline, again)),
                    [&] { return stopping_ || frees_.load() != frees; });
   num_waiting_.fetch_sub(1);
   return !stopping_;

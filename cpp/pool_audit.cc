@@ -50,6 +50,9 @@ uint64_t Pool::free_slots(const Shape& shape, uint64_t most) const {
   if (carving_[shape.tail] != kNoFrame) slots += cells - frames_[carving_[shape.tail]].num_carved;
   slots += cells * (uint64_t{num_free_frames_} + num_idle_ - num_idle_of_[shape.tail] +
                     num_frames_in_free_large_);
+  for (const auto& [other, list] : free_large_) {
+    if (other.tail == shape.tail) slots += list.size;  // their tails, once they are broken
+  }
   return std::min(most, slots);
 }
 

@@ -111,8 +111,10 @@ std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size
       break;
     }
   }
-  blocks_.counters().requested.fetch_add(keys.size() - skip, std::memory_order_relaxed);
-  blocks_.counters().hits.fetch_add(hits, std::memory_order_relaxed);
+  if (!run) {  // a run was asked for, and counted, by the match before
+    blocks_.counters().requested.fetch_add(keys.size() - skip, std::memory_order_relaxed);
+    blocks_.counters().hits.fetch_add(hits, std::memory_order_relaxed);
+  }
   keep(batch, now);
   return batch;
 }
@@ -244,10 +246,13 @@ uint64_t Session::num_granted() const {
   return count;
 }
 
-uint64_t Session::num_copying() const {
+Nanos Session::first_lapse() const {
   const std::lock_guard lock(mutex_);
-  return static_cast<uint64_t>(std::ranges::count_if(
-      leases_, [](const auto& held) { return held.second->kind == LeaseKind::kCopying; }));
+  Nanos first = kNever;
+  for (const auto& [id, batch] : leases_) {
+    if (batch->kind == LeaseKind::kCopying) first = std::min(first, batch->deadline);
+  }
+  return first;
 }
 
 uint64_t Session::num_leased() const {

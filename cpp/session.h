@@ -128,7 +128,7 @@ class Session {
   void end();
 
   uint64_t num_granted() const;  // blocks
-  uint64_t num_copying() const;  // copying leases, by the batch
+  Nanos first_lapse() const;     // earliest deadline of a copying lease; kNever: none
   uint64_t num_leased() const;
 
  private:

@@ -108,9 +108,14 @@ LocalStore::~LocalStore() {
 PutOutcome LocalStore::put(const PutRequest& request, const std::vector<BlockMemory>& blocks,
                            const CallLimits& limits) {
   const auto grants = reserve(request);
-  reserve_more(*grants, request.chain, limits);
+  if (limits.waits) reserve_more(*grants, request.chain, limits);
   const Status written = write(*grants, blocks, {}, limits);
-  return commit(*grants, written == Status::kOk ? blocks.size() : 0, written);
+  PutOutcome outcome = commit(*grants, written == Status::kOk ? blocks.size() : 0, written);
+  if (limits.stopped()) {  // what was not done was cancelled, whatever it was waiting for
+    std::ranges::replace(outcome.statuses, Status::kOutOfSpace, Status::kCancelled);
+    outcome.message.clear();
+  }
+  return outcome;
 }
 
 std::shared_ptr<GrantBatch> LocalStore::reserve(const PutRequest& request) {
@@ -186,18 +191,22 @@ GetOutcome LocalStore::get(std::span<const BlockKey> keys, const std::vector<Blo
 }
 
 size_t LocalStore::match(std::span<const BlockKey> keys, size_t skip, uint16_t ranks) const {
-  const Blocks& blocks = node_->blocks();
-  const Namespace& space = session_->space();
-  for (size_t depth = skip; depth < keys.size(); ++depth) {
-    if (ranks == 1) {
-      if (!blocks.holds(keys[depth], space)) return depth - skip;
-      continue;
-    }
+  const auto held = [&](const BlockKey& key) {
+    return node_->blocks().holds(key, session_->space());
+  };
+  const auto held_by_all = [&](const BlockKey& key) {
     for (uint16_t rank = 0; rank < ranks; ++rank) {
-      if (!blocks.holds(with_rank(keys[depth], rank), space)) return depth - skip;
+      if (!held(with_rank(key, rank))) return false;
     }
-  }
-  return keys.size() - skip;
+    return true;
+  };
+  const std::span<const BlockKey> asked = keys.subspan(skip);
+  const auto run = ranks == 1 ? std::ranges::find_if_not(asked, held)
+                              : std::ranges::find_if_not(asked, held_by_all);
+  const auto matched = static_cast<size_t>(run - asked.begin());
+  node_->blocks().counters().requested.fetch_add(asked.size(), std::memory_order_relaxed);
+  node_->blocks().counters().hits.fetch_add(matched, std::memory_order_relaxed);
+  return matched;
 }
 
 std::shared_ptr<LeaseBatch> LocalStore::lookup(std::span<const BlockKey> keys, size_t skip,

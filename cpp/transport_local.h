@@ -27,6 +27,7 @@ namespace kvstore {
 struct CallLimits {
   Nanos deadline = kNever;
   const std::atomic<bool>* cancelled = nullptr;
+  bool waits = true;  // for room, up to the deadline
   bool passed() const { return deadline != kNever && monotonic_now() > deadline; }
   bool stopped() const {
     return cancelled != nullptr && cancelled->load(std::memory_order_relaxed);

@@ -19,7 +19,8 @@ def parse_bytes(value: int | str, name: str) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if found is None or found[2].lower() not in _UNITS:
             raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
-        value = int(float(found[1]) * _UNITS[found[2].lower()])
+        amount = float(found[1]) * _UNITS[found[2].lower()]
+        value = int(amount) if amount <= _DRAM_MAX else _DRAM_MAX + 1  # may be infinite
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
     if not 1 <= value <= _DRAM_MAX:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -160,14 +161,12 @@ class Hit:
         return self._leave(quiet=False)
 
     def _leave(self, *, quiet: bool) -> bool:
-        alive = 0
         for view in self._views:
-            try:
+            with contextlib.suppress(BufferError):  # something was made from it
                 view.release()
-            except BufferError:
-                alive += 1
         self._views = []
         self.held = self._leases.release()
+        alive = self._leases.num_exported()  # also by slices, which do not stop a release
         if alive and not quiet:
             raise BufferError(
                 f"{alive} views are still used (by np.frombuffer, say); drop what was made from "

@@ -78,7 +78,6 @@ class Store:
     def __init__(self, spec: BlockSpec, node: _core.Node, options: StoreOptions) -> None:
         self.spec = spec
         self.options = options
-        self._node = node
         self._native = _core.Store(node, spec.namespace_id, spec.parts.part_bytes)
         self._transfers = Transfers(self._native)
         self._dtype = None if spec.opaque else spec.dtype
@@ -91,8 +90,7 @@ class Store:
         """
         if not isinstance(spec, BlockSpec):
             raise InvalidArgument(f"spec is {type(spec).__name__}; pass a kvstore.BlockSpec")
-        self._native.version()  # raises if closed
-        return Store(spec, self._node, self.options)
+        return Store(spec, self._native.node(), self.options)
 
     def close(self) -> None:
         """Ends transfers, grants and leases; views live on until the last of them is gone."""
@@ -202,6 +200,8 @@ class Store:
         """The blocks behind a ticket (`Hit.ticket`) under leases of this store's own; None if the
         ticket's lease has ended.
         """
+        if not isinstance(ticket, bytes):
+            raise InvalidArgument(f"a ticket is 16 bytes, not {type(ticket).__name__}")
         leases = self._native.redeem(ticket)
         return None if leases is None else Hit(self.spec, leases, self._timeout_ns(None))
 
@@ -230,15 +230,18 @@ class Store:
         """`put` in the background. The blocks' memory is the store's until the transfer is done."""
         array, version, texts = self._resolve(keys)
         buffers = self._buffers(blocks, len(array) - _skip(skip_blocks, len(array)), False)
-        native = self._native.put_async(
-            array, buffers, skip_blocks, chain, version, texts, self._timeout_ns(timeout)
-        )
+        timeout_ns = self._timeout_ns(timeout)
+
+        def start() -> _core.Transfer:
+            return self._native.put_async(
+                array, buffers, skip_blocks, chain, version, texts, timeout_ns
+            )
 
         def finish(done: _core.Transfer) -> PutResult:
             codes, parent_held, message = done.put_result()
             return PutResult(codes, parent_held=parent_held or skip_blocks == 0, message=message)
 
-        return self._transfers.add(Transfer(self._transfers, native, buffers, finish))
+        return self._transfers.submit(start, buffers, finish)
 
     def get_async(
         self, keys: KeysLike, out: Any, *, timeout: float | None = None
@@ -246,13 +249,16 @@ class Store:
         """`get` in the background. `out` is the store's until the transfer is done."""
         array, _, _ = self._resolve(keys)
         buffers = self._buffers(out, len(array), True)
-        native = self._native.get_async(array, buffers, self._timeout_ns(timeout))
+        timeout_ns = self._timeout_ns(timeout)
+
+        def start() -> _core.Transfer:
+            return self._native.get_async(array, buffers, timeout_ns)
 
         def finish(done: _core.Transfer) -> GetResult:
             codes, nbytes = done.get_result(buffers)
             return GetResult(codes, np.frombuffer(nbytes, np.uint64))
 
-        return self._transfers.add(Transfer(self._transfers, native, buffers, finish))
+        return self._transfers.submit(start, buffers, finish)
 
     def match_async(
         self, keys: KeysLike, *, skip_blocks: int = 0, ranks: int = 1
@@ -260,12 +266,15 @@ class Store:
         """`match_prefix` as a transfer."""
         array, _, _ = self._resolve(keys)
         _skip(skip_blocks, len(array))
-        native = self._native.match_async(array, skip_blocks, self._ranks(ranks))
+        checked_ranks = self._ranks(ranks)
+
+        def start() -> _core.Transfer:
+            return self._native.match_async(array, skip_blocks, checked_ranks)
 
         def finish(done: _core.Transfer) -> Match:
             return self._match(array, skip_blocks, done.matched)
 
-        return self._transfers.add(Transfer(self._transfers, native, None, finish))
+        return self._transfers.submit(start, None, finish)
 
     def event_fd(self) -> int:
         """A descriptor that becomes readable when a transfer has finished; `drain` quiets it."""
@@ -382,7 +391,7 @@ class Store:
         return int(parse_seconds(timeout, "timeout", zero=True) * 1e9)
 
     def _ranks(self, ranks: int) -> int:
-        if ranks not in (1, self.spec.world_size):
+        if not isinstance(ranks, int) or ranks not in (1, self.spec.world_size):
             raise InvalidArgument(
                 f"ranks={ranks!r}; use 1, or the spec's world_size ({self.spec.world_size})"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvstore import _core
 from kvstore.config import parse_seconds
+from kvstore.errors import KvstoreError
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,10 +24,18 @@ class Transfer(Generic[T]):
 
     Memory given to it belongs to the store until it is done: reading a target earlier, or changing
     a source, gives what it gives (a source changed while it is copied is stored as it was seen, and
-    proves itself as that). Collect each transfer once, by `wait`, `await` or `Store.drain`.
+    proves itself as that). Collect each transfer, by `wait`, `await` or `Store.drain`.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_finish", "_native", "_result", "_transfers")
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_error",
+        "_finish",
+        "_native",
+        "_result",
+        "_transfers",
+    )
 
     def __init__(
         self,
@@ -37,8 +47,9 @@ class Transfer(Generic[T]):
         self._transfers = transfers
         self._native = native
         self._buffers = buffers
-        self._finish = finish
+        self._finish: Callable[[_core.Transfer], T] | None = finish  # None once it is collected
         self._result: T | None = None
+        self._error: KvstoreError | None = None
 
     @property
     def id(self) -> int:
@@ -51,27 +62,34 @@ class Transfer(Generic[T]):
 
     def cancel(self) -> None:
         """Asks it to end early. It is done soon after; what it did not do is CANCELLED."""
-        self._native.cancel()
+        self._transfers.native.cancel(self._native)
 
     def wait(self, timeout: float | None = None) -> T:
         """The result. Raises TimeoutError if it is not done in `timeout` seconds (None: for ever),
         and what the call itself would have raised.
         """
-        if self._result is None:
-            nanos = _FOREVER_NS
-            if timeout is not None:
-                nanos = int(parse_seconds(timeout, "timeout", zero=True) * 1e9)
+        nanos = _FOREVER_NS
+        if timeout is not None:
+            nanos = int(parse_seconds(timeout, "timeout", zero=True) * 1e9)
+        if self._finish is not None:
             if not self._transfers.native.wait(self._native, nanos):
                 raise TimeoutError(f"transfer {self.id} is not done after {timeout} s")
             self._collect()
+        if self._error is not None:
+            raise self._error
         assert self._result is not None
         return self._result
 
     def _collect(self) -> None:
-        self._transfers.forget(self)
-        try:
-            self._result = self._finish(self._native)
-        finally:
+        with self._transfers.lock:
+            self._transfers.known.pop(self.id, None)
+            if self._finish is None:  # another thread was quicker
+                return
+            try:
+                self._result = self._finish(self._native)
+            except KvstoreError as error:
+                self._error = error
+            self._finish = None
             if self._buffers is not None:
                 self._buffers.release()
                 self._buffers = None
@@ -95,28 +113,29 @@ class Transfers:
 
     def __init__(self, native: _core.Store) -> None:
         self.native = native
-        self._known: dict[int, Transfer[Any]] = {}
-        self._lock = threading.Lock()
-        self._awaited: dict[int, tuple[Transfer[Any], asyncio.Future[None]]] = {}
+        self.known: dict[int, Transfer[Any]] = {}
+        self.lock = threading.Lock()  # guards all the rest
+        self._awaited: dict[asyncio.Future[None], Transfer[Any]] = {}
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}  # how many futures each waits for
+        self._fd = -1  # outlives close(): a task may still await what close() has ended
 
-    def add(self, transfer: Transfer[T]) -> Transfer[T]:
-        """Keeps it until it is collected."""
-        self._known[transfer.id] = transfer
+    def submit(
+        self,
+        start: Callable[[], _core.Transfer],
+        buffers: _core.Buffers | None,
+        finish: Callable[[_core.Transfer], T],
+    ) -> Transfer[T]:
+        """Starts a transfer and keeps it until it is collected."""
+        with self.lock:  # or it could be drained before it is known
+            transfer = Transfer(self, start(), buffers, finish)
+            self.known[transfer.id] = transfer
         return transfer
-
-    def forget(self, transfer: Transfer[Any]) -> None:
-        """It has been collected."""
-        self._known.pop(transfer.id, None)
 
     def drain(self) -> list[Transfer[Any]]:
         """What has finished and was not collected otherwise, in order of finishing."""
-        finished = []
-        for native in self.native.drain():
-            transfer = self._known.pop(native.id, None)
-            if transfer is not None:
-                finished.append(transfer)
-        return finished
+        with self.lock:
+            finished = [self.known.pop(native.id, None) for native in self.native.drain()]
+        return [transfer for transfer in finished if transfer is not None]
 
     def awaiting(self, transfer: Transfer[Any]) -> asyncio.Future[None]:
         """A future of the running loop that ends when the transfer is done."""
@@ -124,41 +143,43 @@ class Transfers:
 
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            self._awaited[transfer.id] = (transfer, future)
+        with self.lock:
+            if self._fd < 0:
+                self._fd = self.native.await_fd()
+            self._awaited[future] = transfer
             count = self._loops.get(loop, 0)
             self._loops[loop] = count + 1
             self.native.set_awaiting(True)
             if count == 0:
-                loop.add_reader(self.native.await_fd(), self._wake)
+                loop.add_reader(self._fd, self._wake)
         self._wake()  # it may have finished before the descriptor was watched
         return future
 
     def _wake(self) -> None:
         """Ends the futures of finished transfers, whichever loop woke up first."""
-        with self._lock:
-            fd = self.native.await_fd()
-            try:
-                os.read(fd, 8)
-            except BlockingIOError:
-                pass  # another loop was quicker
-            for number in [n for n, (transfer, _) in self._awaited.items() if transfer.done()]:
-                _, future = self._awaited.pop(number)
+        with self.lock:
+            with contextlib.suppress(BlockingIOError):  # another loop was quicker
+                os.read(self._fd, 8)
+            for future in [f for f, transfer in self._awaited.items() if transfer.done()]:
+                del self._awaited[future]
                 loop = future.get_loop()
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(_end, future)
+                _call_soon(loop, _end, future)
                 self._loops[loop] -= 1
             for loop in [loop for loop, count in self._loops.items() if count == 0]:
                 del self._loops[loop]
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(self._unwatch, loop, fd)
+                _call_soon(loop, self._unwatch, loop)
             if not self._awaited:
                 self.native.set_awaiting(False)
 
-    def _unwatch(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
-        with self._lock:
+    def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self.lock:
             if loop not in self._loops:
-                loop.remove_reader(fd)
+                loop.remove_reader(self._fd)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], argument: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(call, argument)
 
 
 def _end(future: asyncio.Future[None]) -> None:

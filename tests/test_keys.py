@@ -296,6 +296,7 @@ def test_extra_keys_are_told_apart_by_their_borders() -> None:
     ("extra", "why"),
     [
         ([b"a"], "1 items for 2 full blocks"),
+        ([None] * 3, "3 items for 2 full blocks"),
         (b"ab", "extra is a bytes"),
         ([b"a", "b"], "extra of block 1 is 'b'"),
         ([[b"a", 1], None], "extra of block 0"),
