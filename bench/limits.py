@@ -1,4 +1,4 @@
-"""The embedded store beside what the hardware allows, in one run: `python bench/limits.py [--json]`.
+"""The embedded store beside what the hardware allows: `python bench/limits.py [--json]`.
 
 Every figure is a ratio of two things measured alternately, a slice of each at a time, so that a
 noisy neighbour hits both: medians over rounds. Source and target have 1 GiB each (--gib), blocks
@@ -73,6 +73,7 @@ class Copies:
         return [(kvstore.Keys(self.keys.array[b]), [blocks[i] for i in b]) for b in batches]
 
     def put(self, order: npt.NDArray[np.int64]) -> float:
+        """Seconds to put these blocks."""
         batches = self._batches(order, self.source)
         began = time.perf_counter()
         for keys, blocks in batches:
@@ -82,6 +83,7 @@ class Copies:
         return time.perf_counter() - began
 
     def get(self, order: npt.NDArray[np.int64], target: Blocks) -> float:
+        """Seconds to get these blocks into their places in `target`."""
         batches = self._batches(order, target)
         began = time.perf_counter()
         for keys, blocks in batches:
@@ -103,6 +105,7 @@ class Copies:
         return seconds
 
     def run(self, rounds: int) -> dict[str, float]:
+        """Ratios to memcpy: medians over warm rounds, and of one cold round."""
         cold = self.round(np.empty_like(self.source), np.empty_like(self.source))
         warm = [self.round(self.target, self.copied) for _ in range(rounds)]
         if not np.array_equal(self.source, self.target):
@@ -249,7 +252,8 @@ def main() -> None:
     report["match of 256 keys, us"] = match = match_times()
     alone, beside = match["alone"], match["beside_a_busy_thread"]
     show(
-        f"match_prefix of 256 of 1,000,000 keys: p50 {alone['p50']:.1f} us, p99 {alone['p99']:.1f} us"
+        f"match_prefix of 256 of 1,000,000 keys: p50 {alone['p50']:.1f} us, "
+        f"p99 {alone['p99']:.1f} us"
     )
     show(f"  submitted and drained beside a busy thread: p99 {beside['p99']:.0f} us")
     for count, size in ((500_000, 64), (250_000, 4096)):

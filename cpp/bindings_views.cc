@@ -186,6 +186,8 @@ class Leases {
     return held_;
   }
 
+  size_t num_exported() const { return hold_ == nullptr ? 0 : hold_->exports; }
+
  private:
   void check_open() const {
     if (released_) raise_error("StoreClosed", "the lease was given back; match again");
@@ -330,7 +332,8 @@ void bind_views(py::module_& m, StoreClass& store) {
       .def("views", &Leases::views)
       .def("verify", &Leases::verify)
       .def("ticket", &Leases::ticket)
-      .def("release", &Leases::release);
+      .def("release", &Leases::release)
+      .def("num_exported", &Leases::num_exported);
   py::class_<Grants, std::shared_ptr<Grants>>(m, "Grants")
       .def("statuses", &Grants::statuses)
       .def("write", &Grants::write)

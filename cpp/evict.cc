@@ -174,12 +174,13 @@ bool Blocks::reserve_full(const Shape& shape) const {
 
 bool Blocks::refill_reserves() {
   if (growing()) return true;
+  bool all = true;
   for (const Shape& shape : shapes_in_use()) {
-    while (!reserve_full(shape)) {
-      if (!evict_one(shape.size_class(), kNoStamp)) return false;
-    }
+    bool found = true;
+    while (found && !reserve_full(shape)) found = evict_one(shape.size_class(), kNoStamp);
+    all &= found;  // a size whose blocks are all held does not starve the others
   }
-  return true;
+  return all;
 }
 
 // ---- audit -------------------------------------------------------------------------------------

@@ -165,11 +165,10 @@ struct Lattice {
   explicit Lattice(Arena* arena) : nested(arena), loose(arena) {}
 
   uint64_t piece_bytes = 0;
-  uint64_t shift = 0;  // from the run's base down to its lowest byte
-  uint64_t reach = 0;  // from the lowest byte past the highest
-  Dims nested;         // strides ascending, each clear of what lies inside
-  uint64_t nested_reach = 0;
-  Dims loose;  // the others: one lane per combination
+  uint64_t shift = 0;         // from the run's base down to its lowest byte
+  Dims nested;                // strides ascending, each clear of what lies inside
+  uint64_t nested_reach = 0;  // from their lowest byte past the highest
+  Dims loose;                 // the others: one lane per combination
   uint64_t lanes = 1;
   bool repeats = false;  // two elements share a byte, for certain
 };
@@ -177,15 +176,12 @@ struct Lattice {
 Lattice make_lattice(const StridedRun& run, Arena* arena) {
   Lattice lattice(arena);
   lattice.piece_bytes = run.piece_bytes;
-  lattice.reach = lattice.nested_reach = run.piece_bytes;
+  lattice.nested_reach = run.piece_bytes;
   Dims dims(run.dims.begin(), run.dims.end(), arena);
   for (auto& dim : dims) {
     if (dim.stride < 0) lattice.shift += (dim.count - 1) * static_cast<uint64_t>(-dim.stride);
     dim.stride = std::abs(dim.stride);
-    lattice.reach += (dim.count - 1) * static_cast<uint64_t>(dim.stride);
   }
-  // More bytes than room: some byte is there twice.
-  lattice.repeats = run.bytes() > lattice.reach;
   std::sort(dims.begin(), dims.end(), [](auto& a, auto& b) { return a.stride < b.stride; });
   for (const auto& dim : dims) {
     const auto stride = static_cast<uint64_t>(dim.stride);

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <fstream>
-#include <sstream>
+#include <system_error>
 
 #include "pool.h"
 
@@ -28,7 +28,9 @@ namespace {
 // Memory the machine keeps for everything else, whatever the pool's size.
 constexpr uint64_t kSpareBytes = uint64_t{64} << 20;
 
-std::string errno_text(const std::string& what) { return what + ": " + strerror(errno); }
+std::string errno_text(const std::string& what) {
+  return what + ": " + std::generic_category().message(errno);
+}
 
 std::string mib(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 

@@ -91,7 +91,7 @@ struct Blocks::Stripe {
   }
   template <class HashOf>
   void insert(uint64_t hash, uint32_t id, HashOf&& hash_of) {
-    if ((num_indexed + 1) * 4 > index.size() * 3) grow(hash_of);
+    if ((size_t{num_indexed} + 1) * 4 > index.size() * 3) grow(hash_of);
     place(hash, id);
     ++num_indexed;
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ from kvstore import _core
 from kvstore.errors import InvalidArgument, StoreClosed
 from kvstore.keys import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _TO_THE_END = (1 << 64) - 1
 
@@ -174,7 +177,7 @@ class Hit:
             )
         return self.held
 
-    def __enter__(self) -> Hit:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -239,10 +242,11 @@ class Writing:
 
     def abort(self) -> None:
         """Gives up: nothing is stored."""
-        self._grants.abort()
+        with contextlib.suppress(StoreClosed):  # that gave it up
+            self._grants.abort()
         self._missing = set()
 
-    def __enter__(self) -> Writing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -282,7 +286,9 @@ def _num_blocks(out: Any, block_bytes: int | None) -> int:
     if shape is not None and len(shape) > 1:
         return int(shape[0])
     if block_bytes is None:
-        raise InvalidArgument("the spec leaves the block size open; pass a list with one target a block")
+        raise InvalidArgument(
+            "the spec leaves the block size open; pass a list with one target a block"
+        )
     nbytes = getattr(out, "nbytes", None)
     return (memoryview(out).nbytes if nbytes is None else int(nbytes)) // block_bytes
 

@@ -424,7 +424,8 @@ def _integers(what: str, values: Any, highest: int) -> npt.NDArray[Any]:
 
 def _pack_extra(extra: Extra, num_blocks: int) -> list[bytes | None]:
     """Per block its extra keys as they enter the message: each behind its length."""
-    if isinstance(extra, str | bytes) or not isinstance(extra, Sequence):
+    given: object = extra
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InvalidArgument(f"extra is a {type(extra).__name__}; pass a list, an item per block")
     if len(extra) != num_blocks:
         raise InvalidArgument(f"extra has {len(extra)} items for {num_blocks} full blocks")

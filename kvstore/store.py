@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,10 @@ from kvstore.keys import BlockSpec, Extra, Keys, TokenIds, make_keys, text_key
 from kvstore.transfer import Transfer, Transfers
 from kvstore.types import GetResult, Listed, PutResult, Usage
 
-KeysLike = Keys | npt.NDArray[np.uint8] | Sequence[str | bytes]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+KeysLike: TypeAlias = Keys | npt.NDArray[np.uint8] | Sequence[str | bytes]
 """Keys of this store, an (n, 32) uint8 array of keys, or names: str or bytes of 1 to 512 bytes."""
 
 _NO_TEXTS: list[bytes] = []
@@ -96,7 +99,7 @@ class Store:
         """Ends transfers, grants and leases; views live on until the last of them is gone."""
         self._close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -292,7 +295,7 @@ class Store:
         return np.frombuffer(self._native.exists(array), np.bool_)
 
     def remove(self, keys: KeysLike) -> int:
-        """Removes blocks, pinned or not; the number that were held. Readers keep what they lease."""
+        """Removes blocks, pinned or not; the number held. Readers keep what they lease."""
         return self._native.remove(self._resolve(keys)[0])
 
     def touch(self, keys: KeysLike) -> int:

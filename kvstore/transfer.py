@@ -1,4 +1,4 @@
-"""Calls that go on in the background: wait for one, poll it, await it, or drain what has finished."""
+"""Calls in the background: wait for one, poll it, await it, or drain what has finished."""
 
 from __future__ import annotations
 

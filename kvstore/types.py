@@ -108,7 +108,7 @@ class GetResult(Statuses):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One block of `store.list()`: its key (32 bytes), length in bytes, text if it was a text key."""
+    """One block of `store.list()`: key (32 bytes), length in bytes, and text if it has a name."""
 
     key: bytes
     length: int

@@ -6,6 +6,7 @@
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,15 +75,13 @@ def test_extreme_but_possible_options_work() -> None:
 
 
 def test_open_beyond_the_memory_there_is_is_refused() -> None:
-    lines = open("/proc/meminfo").read().split()  # noqa: SIM115
-    machine = int(lines[lines.index("MemTotal:") + 1]) << 10
+    meminfo = Path("/proc/meminfo").read_text().split()
+    too_much = 10 * (int(meminfo[meminfo.index("MemTotal:") + 1]) >> 10)
     before = resident()["RssShmem"]
-    with pytest.raises(kvstore.NotEnoughMemory, match=rf"{10 * machine >> 20} MiB.*\d+ MiB avail"):
-        kvstore.open(ANY, dram=10 * machine)
-    assert isinstance(kvstore.NotEnoughMemory(), MemoryError)
+    with pytest.raises(kvstore.NotEnoughMemory, match=rf"{too_much} MiB.* \d+ MiB available"):
+        kvstore.open(ANY, dram=f"{too_much}MiB")
+    assert issubclass(kvstore.NotEnoughMemory, MemoryError)
     assert resident()["RssShmem"] == before
-    maps = open("/proc/self/maps").read()  # noqa: SIM115
-    assert "kvstore" not in maps or before > 0
     with opened() as store:
         assert store.put(["k"], [b"x"]).ok
 
@@ -124,8 +123,9 @@ def test_empty_block_is_refused_with_a_reason() -> None:
             for call in (store.put, store.put_async):
                 with pytest.raises(InvalidArgument, match="0 bytes: an empty block has no KV"):
                     call(["k"], [nothing])
-            with pytest.raises(InvalidArgument, match="0 bytes"):
-                store.get(["k"], [nothing])
+            if not isinstance(nothing, bytes):  # those are no target at all
+                with pytest.raises(InvalidArgument, match="0 bytes"):
+                    store.get(["k"], [nothing])
         with pytest.raises(InvalidArgument, match="0 bytes"):
             store.put(["k", "l", "m"], np.zeros((3, 0, 5)))
         with pytest.raises(InvalidArgument, match="block_bytes=0"):
@@ -201,7 +201,7 @@ def test_block_larger_than_the_pool_is_refused_at_once() -> None:
         held = fill(store)
         for size in (8 * MIB + 1, 9 * MIB, 64 * MIB):
             for call in (store.put, store.put_async):
-                with pytest.raises(kvstore.BlockTooLarge, match=rf"{size} bytes.*{8 * MIB} bytes"):
+                with pytest.raises(kvstore.BlockTooLarge, match=rf"{size} bytes.* {8 * MIB}"):
                     call(["large", "b"], [np.zeros(size, np.uint8), b"x"])
             with pytest.raises(kvstore.BlockTooLarge, match=rf"{size} bytes"):
                 store.writing(["large"], block_bytes=size)
@@ -404,7 +404,7 @@ def test_closed_store_refuses_every_call() -> None:
             *(lambda: writing.part(0, out), writing.commit),
         ]
         for number, call in enumerate(calls):
-            with pytest.raises(kvstore.StoreClosed, match="closed|given back|given up"):
+            with pytest.raises(kvstore.StoreClosed, match=r"closed|given back|given up"):
                 pytest.fail(f"call {number} gave {call()!r}")
         assert "closed" in repr(store)
         assert hit.close() is False or hit.held

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import cli
-from kvstore.sim import replay as sim_replay
+from kvstore.sim.checkers import check_payload
 from kvstore.sim.workload import make_trace, read_trace, write_trace
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,6 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main()
+        assert isinstance(ended.value.code, int)
         return subprocess.CompletedProcess(command, ended.value.code, *capsys.readouterr())
 
     return call
@@ -211,13 +212,11 @@ def test_too_much_memory_is_refused_with_what_to_do(run: Run, trace: Path) -> No
 def test_wrong_bytes_exit_1_and_are_named(
     run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = sim_replay.check_payload
-
     def corrupt(got: Any, ids: Any, *, generation: int) -> Any:
         got[-1, 9] ^= 1  # as if the store had returned it so
-        return check(got, ids, generation=generation)
+        return check_payload(got, ids, generation=generation)
 
-    monkeypatch.setattr(sim_replay, "check_payload", corrupt)
+    monkeypatch.setattr("kvstore.sim.replay.check_payload", corrupt)
     for command in (("replay", trace), ("demo", "--requests", 60)):
         done = run(*command, "--block-bytes", 64)
         assert done.returncode == 1

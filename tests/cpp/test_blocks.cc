@@ -217,12 +217,18 @@ TEST_CASE("a chain is evicted from its tail to its head") {
       for (uint32_t block = 0; block <= depth; ++block) {
         core.blocks.touch(key_of(block), core.space, make_stamp(number, block));
       }
-      if (random() % 3 == 0) {  // held and let go in the middle of pressure
-        const auto found = core.blocks.lease(key_of(depth), core.space, make_stamp(number, depth));
-        for (uint32_t other = 0; other < kCells; ++other) {
+      if (random() % 3 == 0) {  // read, and let go in the middle of pressure
+        std::vector<EntryRef> held;
+        for (uint32_t block = 0; block <= depth; ++block) {
+          const auto found =
+              core.blocks.lease(key_of(block), core.space, make_stamp(number, block));
+          if (!found) break;
+          held.push_back(found->entry);
+        }
+        for (uint32_t other = 0; other < kCells / 2; ++other) {
           put_block(core, 1000 + static_cast<uint32_t>(random() % 9999), kBlock);
         }
-        if (found) core.blocks.release(found->entry);
+        for (const EntryRef entry : held) core.blocks.release(entry);
       }
     }
     for (uint32_t other = 0; other < 2 * kCells; ++other) put_block(core, 100 + other, kBlock);
@@ -239,16 +245,29 @@ TEST_CASE("a chain is evicted from its tail to its head") {
 TEST_CASE("background eviction keeps a reserve of free slots for each size in use") {
   Core core(4, {1, 3, false});
   for (uint32_t block = 0; block < 20; ++block) put_block(core, block, kBlock);
-  for (uint32_t block = 100; block < 110; ++block) put_block(core, block, 20 << 10);
-  put_block(core, 200, kFrameBytes);
+  for (uint32_t block = 100; block < 110; ++block) put_block(core, block, 900 << 10);
   CHECK(core.blocks.refill_reserves());
-  for (const uint64_t length : {kBlock, uint64_t{20} << 10, kFrameBytes}) {
+  for (const uint64_t length : {kBlock, uint64_t{900} << 10}) {
     CHECK(core.blocks.reserve_full(shape_of(length)));
     CHECK(core.pool.free_slots(shape_of(length), 3) == 3);
   }
   const uint64_t evictions = core.blocks.counters().evictions;
   CHECK(core.blocks.refill_reserves());
   CHECK(core.blocks.counters().evictions == evictions);
+  CHECK(core.blocks.audit(0, 0) == "");
+}
+
+TEST_CASE("a size whose reserve cannot be had does not starve the others") {
+  Core core(2, {1, 3, false});
+  put_block(core, 100, 900 << 10);
+  put_block(core, 101, 900 << 10);
+  const EntryRef held[] = {lease(core, 100)->entry, lease(core, 101)->entry};
+  for (uint32_t block = 0; block < kCells; ++block) put_block(core, block, kBlock);
+  CHECK_FALSE(core.blocks.refill_reserves());
+  CHECK(core.blocks.reserve_full(shape_of(kBlock)));
+  CHECK_FALSE(holds(core, 2));
+  CHECK(holds(core, 3));
+  for (const EntryRef entry : held) core.blocks.release(entry);
   CHECK(core.blocks.audit(0, 0) == "");
 }
 
