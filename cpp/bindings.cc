@@ -37,7 +37,8 @@ Nanos deadline_after(int64_t timeout_ns) {
 }
 
 CallLimits limits_for(int64_t timeout_ns) {
-  if (timeout_ns == 0) return {kNever, nullptr, false};  // wait for nothing, but do what can be done
+  if (timeout_ns == 0)
+    return {kNever, nullptr, false};  // wait for nothing, but do what can be done
   return {deadline_after(timeout_ns), nullptr, true};
 }
 
@@ -208,9 +209,11 @@ py::bytes Store::exists(const py::buffer& keys) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
   std::string held(wanted.size(), '\0');
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    held[i] = local_->node().blocks().holds(wanted[i], local_->session().space()) ? 1 : 0;
-  }
+  const Blocks& blocks = local_->node().blocks();
+  blocks.for_each(wanted, [&](size_t i) {
+    held[i] = blocks.holds(wanted[i], local_->session().space()) ? 1 : 0;
+    return true;
+  });
   return {held};
 }
 

@@ -17,6 +17,7 @@
 //   are never answered.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -111,6 +112,23 @@ class Blocks {
   void abort(SlotId slot);
 
   // ---- get: lookup → read → release
+  // Brings what a look-up of these keys will read into the cache. In a table larger than the caches
+  // a batch spends its time waiting for memory, one line after the other; this waits for many at
+  // once (256 of a million keys: a third of the time).
+  void prefetch(std::span<const BlockKey> keys) const;
+  // Calls use(i) for each key in order, prefetched in groups, until it returns false.
+  template <class Use>
+  void for_each(std::span<const BlockKey> keys, Use&& use) const {
+    size_t group = kPrefetchFirst;
+    for (size_t first = 0; first < keys.size();) {
+      const size_t end = std::min(keys.size(), first + group);
+      prefetch(keys.subspan(first, end - first));
+      for (; first < end; ++first) {
+        if (!use(first)) return;
+      }
+      group = std::min(2 * group, kPrefetchMost);
+    }
+  }
   bool holds(const BlockKey& key, const Namespace& space) const;
   std::optional<Found> lease(const BlockKey& key, const Namespace& space, Stamp stamp);
   void lease_again(EntryRef entry);  // REQUIRES: a lease on it is open

@@ -3,6 +3,19 @@
 #include <algorithm>
 
 namespace kvstore {
+namespace {
+
+// Checksums of an item's parts; none if a part was not written.
+std::vector<uint32_t> written_parts(const GrantBatch::Item& item) {
+  const auto written = [](const std::optional<uint32_t>& part) { return part.has_value(); };
+  if (!std::ranges::all_of(item.parts, written)) return {};
+  std::vector<uint32_t> parts;
+  parts.reserve(item.parts.size());
+  for (const auto& part : item.parts) parts.push_back(*part);
+  return parts;
+}
+
+}  // namespace
 
 Session::~Session() { end(); }
 
@@ -17,9 +30,10 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
   // The whole chain is touched, the part the engine already had included, the head as the youngest:
   // a parent never becomes older than its child. From the head down, so that this holds at every
   // moment too.
-  for (size_t depth = 0; depth < request.skip; ++depth) {
+  blocks_.for_each(request.keys.first(request.skip), [&](size_t depth) {
     batch->parent_held = blocks_.touch(request.keys[depth], space_, make_stamp(number, depth));
-  }
+    return true;
+  });
   const size_t count = request.keys.size() - request.skip;
   batch->items.resize(count);
   batch->statuses.assign(count, Status::kOutOfSpace);
@@ -72,13 +86,14 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
   for (size_t i = 0; i < batch->items.size(); ++i) {
     if (batch->statuses[i] != Status::kOk) continue;
     GrantBatch::Item& item = batch->items[i];
-    if (i < end) {
+    std::vector<uint32_t> parts = written_parts(item);
+    if (i < end && !parts.empty()) {
       batch->statuses[i] =
           blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length,
-                          item.stamp, std::move(item.parts), std::move(item.text)});
+                          item.stamp, std::move(parts), std::move(item.text)});
     } else {
       blocks_.abort(item.taken.slot);
-      batch->statuses[i] = otherwise;
+      batch->statuses[i] = i < end ? Status::kCancelled : otherwise;
     }
   }
   return true;
@@ -98,19 +113,22 @@ std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size
                                             Nanos now) {
   auto batch = std::make_shared<LeaseBatch>();
   const uint64_t number = blocks_.next_batch();
-  for (size_t depth = 0; depth < skip; ++depth)
+  blocks_.for_each(keys.first(skip), [&](size_t depth) {
     blocks_.touch(keys[depth], space_, make_stamp(number, depth));
+    return true;
+  });
   batch->items.reserve(keys.size() - skip);
   size_t hits = 0;
-  for (size_t depth = skip; depth < keys.size(); ++depth) {
-    batch->items.push_back(blocks_.lease(keys[depth], space_, make_stamp(number, depth)));
+  blocks_.for_each(keys.subspan(skip), [&](size_t i) {
+    batch->items.push_back(blocks_.lease(keys[skip + i], space_, make_stamp(number, skip + i)));
     if (batch->items.back()) {
       ++hits;
     } else if (run) {
       batch->items.pop_back();
-      break;
+      return false;
     }
-  }
+    return true;
+  });
   if (!run) {  // a run was asked for, and counted, by the match before
     blocks_.counters().requested.fetch_add(keys.size() - skip, std::memory_order_relaxed);
     blocks_.counters().hits.fetch_add(hits, std::memory_order_relaxed);
@@ -171,6 +189,7 @@ AttemptId Session::ticket(LeaseBatch& batch) {
 }
 
 std::shared_ptr<LeaseBatch> Session::find_ticket(const AttemptId& ticket) {
+  if (ticket == AttemptId{}) return nullptr;  // what a lease nobody asked a ticket of carries
   const std::lock_guard lock(mutex_);
   for (const auto& [id, batch] : leases_) {
     if (batch->ticket == ticket) return batch;

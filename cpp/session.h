@@ -47,7 +47,7 @@ struct GrantBatch {
     uint64_t length = 0;
     Stamp stamp = 0;
     Pool::Taken taken{kNoSlot, 0};
-    std::vector<uint32_t> parts;  // checksum per part, as written
+    std::vector<std::optional<uint32_t>> parts;  // checksum per part; empty: not written yet
     std::string text;
   };
   AttemptId id;
@@ -100,8 +100,8 @@ class Session {
   std::shared_ptr<GrantBatch> reserve(const PutRequest& request, Nanos now);
   // Tries again for the items left kOutOfSpace; true if any was granted.
   bool reserve_more(GrantBatch& batch, bool chain);
-  // Commits the granted items before `end` and gives up the others with `otherwise`. False: no such
-  // attempt.
+  // Commits the granted items before `end` and gives up the others with `otherwise`; an item with an
+  // unwritten part is given up as kCancelled. False: no such attempt.
   bool commit(const AttemptId& id, size_t end, Status otherwise);
   bool abort(const AttemptId& id) { return commit(id, 0, Status::kCancelled); }
 

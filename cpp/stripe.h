@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -71,6 +72,9 @@ struct Blocks::Stripe {
   // line.
   std::vector<uint32_t> index;
   uint32_t num_indexed = 0;
+  // The same for whoever only prefetches, without the lock.
+  std::atomic<const uint32_t*> index_start{nullptr};
+  std::atomic<uint32_t> index_mask{0};
 
   Entry& entry(uint32_t id) const { return chunks[id / kChunk][id % kChunk]; }
   EntryRef ref(uint32_t id) const { return number << kEntryBits | id; }
@@ -125,6 +129,8 @@ struct Blocks::Stripe {
     for (const uint32_t slot : old) {
       if (slot != kEmpty) place(hash_of(slot & kEntryMask), slot & kEntryMask);
     }
+    index_start.store(index.data(), std::memory_order_relaxed);
+    index_mask.store(static_cast<uint32_t>(index.size()) - 1, std::memory_order_relaxed);
   }
 };
 

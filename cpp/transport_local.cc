@@ -153,7 +153,7 @@ Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blo
       return;
     }
     const Unit& unit = units[number];
-    std::vector<uint32_t>& parts = grants.items[unit.item].parts;
+    auto& parts = grants.items[unit.item].parts;
     copy_unit<Direction::kWrite>(node_->segment().data(), extents[unit.item], blocks[unit.item],
                                  unit.first - range.first, unit, part_bytes_,
                                  [&](uint64_t part, uint32_t crc) { parts[part] = crc; });
@@ -201,9 +201,12 @@ size_t LocalStore::match(std::span<const BlockKey> keys, size_t skip, uint16_t r
     return true;
   };
   const std::span<const BlockKey> asked = keys.subspan(skip);
-  const auto run = ranks == 1 ? std::ranges::find_if_not(asked, held)
-                              : std::ranges::find_if_not(asked, held_by_all);
-  const auto matched = static_cast<size_t>(run - asked.begin());
+  size_t matched = 0;
+  node_->blocks().for_each(asked, [&](size_t i) {
+    if (!(ranks == 1 ? held(asked[i]) : held_by_all(asked[i]))) return false;
+    ++matched;
+    return true;
+  });
   node_->blocks().counters().requested.fetch_add(asked.size(), std::memory_order_relaxed);
   node_->blocks().counters().hits.fetch_add(matched, std::memory_order_relaxed);
   return matched;

@@ -34,6 +34,11 @@ struct BlockKey {
 };
 static_assert(sizeof(BlockKey) == kKeyBytes);
 
+// Sizes of the groups a batch is prefetched in: small at first, since a chain that is not held at
+// all ends at its first key.
+inline constexpr size_t kPrefetchFirst = 4;
+inline constexpr size_t kPrefetchMost = 32;
+
 // Contiguous piece of a slot, relative to the segment's first byte.
 struct Extent {
   uint64_t offset;

@@ -114,7 +114,9 @@ def test_demo_ends_with_a_table_and_what_to_try_next() -> None:
         assert word in done.stdout
     assert done.stdout.splitlines()[-1].startswith("Try next: kvstore ")
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "\x1b" not in done.stdout + done.stderr  # no colours or bars without a terminal
+    # Without a terminal there are no colours and no bars.
+    assert "\x1b" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_demo_as_json_prints_one_object(run: Run) -> None:
