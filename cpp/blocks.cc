@@ -27,14 +27,27 @@ uint64_t load_word(const BlockKey& key, size_t word) {
 
 // ---- stripe ------------------------------------------------------------------------------------
 
-uint32_t Blocks::Stripe::new_entry() {
+Blocks::Entry* Blocks::new_chunk() {
+  constexpr size_t kChunkBytes = Stripe::kChunk * sizeof(Entry);
+  static_assert(PrivateSlab::kBytes % kChunkBytes == 0);
+  const std::lock_guard lock(slabs_mutex_);
+  if (slab_used_ == PrivateSlab::kBytes) {
+    slabs_.push_back(std::make_unique<PrivateSlab>());
+    slab_used_ = 0;
+  }
+  uint8_t* const chunk = slabs_.back()->data() + slab_used_;
+  slab_used_ += kChunkBytes;
+  return reinterpret_cast<Entry*>(chunk);
+}
+
+uint32_t Blocks::Stripe::new_entry(Blocks& table) {
   if (!vacant.empty()) {
     const uint32_t id = vacant.back();
     vacant.pop_back();
     return id;
   }
   require(num_entries < kStripeEntriesMax, "a stripe's entries fit 24 bits");
-  if (num_entries % kChunk == 0) chunks.push_back(std::make_unique_for_overwrite<Entry[]>(kChunk));
+  if (num_entries % kChunk == 0) chunks.push_back(table.new_chunk());
   return num_entries++;
 }
 
@@ -208,7 +221,7 @@ Status Blocks::commit(Committing block) {
     drop(stripe, id,
          Reason::kCleared);  // of a version the sweep has not reached yet, or under a foreign name
   }
-  const uint32_t id = stripe.new_entry();
+  const uint32_t id = stripe.new_entry(*this);
   Entry& entry = stripe.entry(id);
   entry.key = block.key;
   entry.slot = block.slot;

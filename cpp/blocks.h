@@ -194,8 +194,13 @@ class Blocks {
   struct Census;
   std::string audit_stripe(const Stripe& stripe, Census* census) const;
 
+  Entry* new_chunk();  // kChunk entries
+
   Segment& segment_;
   Pool& pool_;
+  std::mutex slabs_mutex_;
+  std::vector<std::unique_ptr<PrivateSlab>> slabs_;  // the entries' memory; guarded by slabs_mutex_
+  size_t slab_used_ = PrivateSlab::kBytes;           // of the last one
   const Options options_;
   std::unique_ptr<Stripe[]> stripes_;
   std::atomic<bool> growing_{false};

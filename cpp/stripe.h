@@ -64,8 +64,8 @@ struct Blocks::Stripe {
   uint32_t number = 0;
   // Guarded by mutex from here on.
   std::unique_ptr<Policy> policy;
-  std::vector<std::unique_ptr<Entry[]>> chunks;
-  uint32_t num_entries = 0;  // ids handed out so far
+  std::vector<Entry*> chunks;  // in the table's slabs
+  uint32_t num_entries = 0;    // ids handed out so far
   std::vector<uint32_t> vacant;
   std::unordered_map<uint32_t, std::string> texts;
   // Open addressing: 8 bits of the hash beside 24 bits of entry id, so that most misses cost one
@@ -79,7 +79,7 @@ struct Blocks::Stripe {
   Entry& entry(uint32_t id) const { return chunks[id / kChunk][id % kChunk]; }
   EntryRef ref(uint32_t id) const { return number << kEntryBits | id; }
 
-  uint32_t new_entry();
+  uint32_t new_entry(Blocks& table);
   void free_entry(uint32_t id);
   // Position in `index`, or -1.
   template <class Equal>

@@ -209,6 +209,17 @@ def test_a_clear_between_writing_and_its_end_leaves_nothing() -> None:
         assert store.usage().slots == 0
 
 
+def test_a_clear_during_writing_is_stale_for_held_blocks_too() -> None:
+    with opened() as store:
+        assert store.put(["k"], [block(1, 100)]).ok
+        writing = store.writing(["k"], block_bytes=100)
+        writing.part(0, blocks([1], 100))
+        store.clear()
+        with pytest.raises(kvstore.StaleKeys):
+            writing.commit()
+        assert not store.exists(["k"]).any()
+
+
 def test_a_clear_in_one_handle_counts_for_all_of_its_namespace() -> None:
     with opened() as store, store.attach(ANY) as twin:
         assert store.put(["k"], [b"x"]).ok

@@ -200,6 +200,21 @@ def test_a_waiting_put_goes_on_when_a_put_in_parts_ends() -> None:
         assert waiting.result(5) is Status.OK
 
 
+@pytest.mark.parametrize("call", ["put", "put_async"])
+def test_a_wait_that_ends_at_its_deadline_keeps_the_leading_run(call: str) -> None:
+    with opened() as store:
+        with store.match_prefix(fill(store)[:4]):
+            result: kvstore.PutResult
+            if call == "put":
+                result = store.put(names(6), blocks(range(6), MIB), timeout=0.1)
+            else:
+                result = store.put_async(names(6), blocks(range(6), MIB), timeout=0.1).wait(10)
+            assert list(result) == [Status.OK] * 4 + [Status.OUT_OF_SPACE] * 2
+        got = np.zeros((4, MIB), np.uint8)
+        assert store.get(names(4), got).ok
+        assert all(is_block(got[i], i) for i in range(4))
+
+
 def test_lapsed_leases_make_room_while_a_put_waits() -> None:
     with opened(lease_s=0.2) as store:
         held = fill(store)

@@ -214,6 +214,12 @@ TEST_CASE("overlap of two sides ignores what each shares with itself") {
   CHECK(found < 4500);
 }
 
+TEST_CASE("an empty run overlaps nothing") {
+  const BlockMemory block(0, std::make_shared<const BlockMemory::Runs>(
+                                 BlockMemory::Runs{{kBase + 5, 0, {}}, {kBase + 100, 10, {}}}));
+  CHECK_FALSE(any_overlap(std::vector{block, BlockMemory(kBase, 10)}));
+}
+
 TEST_CASE("blocks woven into each other do not overlap") {
   // A cache of shape (64 layers, 4096 pages, 4 KiB), a block being one page of every layer.
   std::vector<BlockMemory> pages;
@@ -233,6 +239,11 @@ TEST_CASE("overlap of millions of pieces is found in bounded time") {
   const BlockMemory odd = one_run(kBase + 1, 1, {kMany}, {2});
   CHECK_FALSE(any_overlap(std::vector{even, odd}));
   CHECK(any_overlap(std::vector{even, odd, BlockMemory(kBase + kMany, 1)}));
+  // What one lane has to itself is skipped.
+  const BlockMemory long_one = one_run(kBase, 1, {int64_t{1} << 40}, {2});
+  const BlockMemory middle(kBase + (uintptr_t{1} << 39) + 1, 1);
+  CHECK_FALSE(any_overlap(std::vector{long_one, middle}));
+  CHECK(any_overlap(std::vector{long_one, middle, BlockMemory(kBase + (uintptr_t{1} << 40), 1)}));
   // Transposed, backwards, sliding and repeated arrays are decided without visiting their pieces.
   CHECK_FALSE(any_overlap(std::vector{one_run(kBase, 1, {1 << 20, 1 << 20}, {1, 1 << 20})}));
   CHECK_FALSE(any_overlap(std::vector{one_run(uintptr_t{1} << 41, 1, {int64_t{1} << 40}, {-1})}));
