@@ -95,6 +95,7 @@ class BuildCore(build_ext):
         with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as pool:
             for objects in pool.map(compile_one, ext.sources):
                 ext.extra_objects += objects
+        ext.depends += ext.sources  # what makes it link again
         ext.sources = []
         super().build_extension(ext)
 

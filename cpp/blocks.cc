@@ -160,25 +160,28 @@ uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
   return id;
 }
 
-void Blocks::prefetch(std::span<const BlockKey> keys) const {
-  for (const BlockKey& key : keys) {
-    const uint64_t hashed = hash(key);
-    const Stripe& stripe = stripe_of(hashed);
-    // Without the lock: pointer and mask may be of different moments, and a prefetch of a wrong
-    // address is only useless.
-    const uint32_t* const index = stripe.index_start.load(std::memory_order_relaxed);
-    const uint32_t mask = stripe.index_mask.load(std::memory_order_relaxed);
-    __builtin_prefetch(index + (static_cast<uint32_t>(hashed) & mask));
-  }
-  for (const BlockKey& key : keys) {
-    const uint64_t hashed = hash(key);
-    const Stripe& stripe = stripe_of(hashed);
-    const std::lock_guard lock(stripe.mutex);
-    stripe.find(hashed, [&](uint32_t id) {  // the first with the right tag is nearly always it
-      __builtin_prefetch(&stripe.entry(id));
-      return true;
-    });
-  }
+void Blocks::prefetch_index(const BlockKey& key) const {
+  const uint64_t hashed = hash(key);
+  const Stripe& stripe = stripe_of(hashed);
+  // Without the lock: pointer and mask may be of different moments, and a prefetch of a wrong
+  // address is only useless.
+  const uint32_t* const index = stripe.index_start.load(std::memory_order_relaxed);
+  const uint32_t mask = stripe.index_mask.load(std::memory_order_relaxed);
+  __builtin_prefetch(index + (static_cast<uint32_t>(hashed) & mask));
+}
+
+void Blocks::prefetch_entry(const BlockKey& key) const {
+  const uint64_t hashed = hash(key);
+  const Stripe& stripe = stripe_of(hashed);
+  const std::lock_guard lock(stripe.mutex);
+  // The first with the right tag is nearly always it. Prefetched out here: in a search whose result
+  // nobody uses the compiler drops it.
+  const Entry* likely = nullptr;
+  stripe.find(hashed, [&](uint32_t id) {
+    likely = &stripe.entry(id);
+    return true;
+  });
+  if (likely != nullptr) __builtin_prefetch(likely);
 }
 
 bool Blocks::holds(const BlockKey& key, const Namespace& space) const {

@@ -53,7 +53,7 @@ def test_impossible_options_are_refused(option: str) -> None:
             kvstore.open(ANY, **{"dram": 4 * MIB, option: value})
         assert repr(value)[:20] in str(raised.value) or "out of range" in str(raised.value)
     with pytest.raises(TypeError, match="surprise"):
-        kvstore.open(ANY, surprise=1)  # type: ignore[call-arg]
+        kvstore.open(ANY, surprise=1)
 
 
 def test_extreme_but_possible_options_work() -> None:
@@ -272,7 +272,7 @@ def test_keys_of_a_wrong_form_are_refused_by_every_call(keys: Any) -> None:
             lambda: store.match_async(keys),
             lambda: store.match_prefix(keys),
             lambda: store.writing(keys, block_bytes=10),
-            *(lambda call=call: call(keys) for call in single_calls(store)),  # type: ignore[misc]
+            *(lambda call=call: call(keys) for call in single_calls(store)),
         ]
         for call in calls:
             with pytest.raises(InvalidArgument):
@@ -350,19 +350,19 @@ def test_other_arguments_of_a_wrong_kind_are_refused() -> None:
         assert store.put(["k"], [bytes(10)]).ok
         with store.match_prefix(["k"]) as hit:
             calls: list[Callable[[], object]] = [
-                *(lambda t=t: store.get(["k"], out, timeout=t) for t in bad_timeouts()),  # type: ignore[misc]
-                *(lambda t=t: store.put(["x"], [b"x"], timeout=t) for t in bad_timeouts()),  # type: ignore[misc]
-                *(lambda t=t: store.wait(["k"], t) for t in bad_timeouts()),  # type: ignore[misc]
-                *(lambda r=r: store.match_prefix(["k"], ranks=r) for r in (0, 2, -1, 1.0, "1")),  # type: ignore[misc]
-                *(lambda t=t: store.redeem(t) for t in (b"", b"short", "x" * 16, None, 7)),  # type: ignore[misc]
-                *(lambda f=f: hit.read(out, first=f) for f in (-1, 2, 1.0, True)),  # type: ignore[misc]
+                *(lambda t=t: store.get(["k"], out, timeout=t) for t in bad_timeouts()),
+                *(lambda t=t: store.put(["x"], [b"x"], timeout=t) for t in bad_timeouts()),
+                *(lambda t=t: store.wait(["k"], t) for t in bad_timeouts()),
+                *(lambda r=r: store.match_prefix(["k"], ranks=r) for r in (0, 2, -1, 1.0, "1")),
+                *(lambda t=t: store.redeem(t) for t in (b"", b"short", "x" * 16, None, 7)),
+                *(lambda f=f: hit.read(out, first=f) for f in (-1, 2, 1.0, True)),
                 lambda: hit.read_part(1, out),
                 lambda: hit.read_layer(0, out),
                 lambda: store.writing(["x"]),  # of what size?
-                lambda: store.writing(["x"], block_bytes=1.5),  # type: ignore[arg-type]
+                lambda: store.writing(["x"], block_bytes=1.5),
                 lambda: store.keys([1.5]),
                 lambda: store.keys([-1] * 16),
-                lambda: store.keys(TOKENS, salt="text"),  # type: ignore[arg-type]
+                lambda: store.keys(TOKENS, salt="text"),
                 store.evicted,
             ]
             for number, call in enumerate(calls):
@@ -387,7 +387,7 @@ def test_closed_store_refuses_every_call() -> None:
         store.close()
         store.close()
         calls: list[Callable[[], object]] = [
-            *(lambda call=call: call(["k"]) for call in single_calls(store)),  # type: ignore[misc]
+            *(lambda call=call: call(["k"]) for call in single_calls(store)),
             lambda: store.put(["k"], out),
             lambda: store.get(["k"], out),
             lambda: store.put_async(["k"], out),

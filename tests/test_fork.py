@@ -141,7 +141,7 @@ def test_dropping_everything_in_a_forked_child_does_nothing() -> None:
         copies.clear()
 
     assert in_a_forked_child(drop) == 0
-    mine: kvstore.Store = held[0]  # type: ignore[assignment]
+    mine: kvstore.Store = held[0]
     assert reads_back(mine)
     assert is_block(held[2], 0)
     assert mine.usage().leased_blocks == 4

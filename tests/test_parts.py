@@ -138,10 +138,10 @@ def test_a_part_of_a_wrong_form_is_refused_and_can_be_written_again() -> None:
         with store.writing(keys) as writing:
             for part in (-1, 16, 1.0, True, "0"):
                 with pytest.raises(InvalidArgument, match=r"parts 0 to 15"):
-                    writing.part(part, data[:, 0, 0])  # type: ignore[arg-type]
+                    writing.part(part, data[:, 0, 0])
             for layer in (-1, 4, None):
                 with pytest.raises(InvalidArgument, match=r"layers 0 to 3"):
-                    writing.layer(layer, data[:, 0])  # type: ignore[arg-type]
+                    writing.layer(layer, data[:, 0])
             wrong: list[Any] = [data[:2, 0], data[:, 0, :3], data[:, 0].view("f4"), b"", None]
             for blocks_given in wrong:
                 with pytest.raises(InvalidArgument):

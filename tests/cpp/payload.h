@@ -42,17 +42,21 @@ inline std::vector<uint8_t> payload(uint32_t block, uint32_t attempt, uint64_t l
 // Empty, or the first word that is not what put `attempt` of `block` stores.
 inline std::string payload_fault(std::span<const uint8_t> bytes, uint32_t block,
                                  uint32_t attempt) {
-  for (size_t at = 0; at < bytes.size(); at += 8) {
-    const uint64_t wanted = payload_word(block, attempt, at / 8);
-    const size_t length = std::min<size_t>(8, bytes.size() - at);
-    if (memcmp(bytes.data() + at, &wanted, length) == 0) continue;
-    uint64_t found = 0;
-    memcpy(&found, bytes.data() + at, length);
-    return "word " + std::to_string(at / 8) + " of block " + std::to_string(block) + ", put " +
-           std::to_string(attempt) + ", holds word " + std::to_string(found >> 40) + " of block " +
-           std::to_string(found >> 24 & 0xFFFF) + ", put " + std::to_string(found & 0xFFFFFF);
+  size_t at = 0;
+  uint64_t found = 0;
+  for (; at + 8 <= bytes.size(); at += 8) {
+    memcpy(&found, bytes.data() + at, 8);
+    if (found != payload_word(block, attempt, at / 8)) break;
   }
-  return {};
+  if (at + 8 > bytes.size()) {
+    const uint64_t wanted = payload_word(block, attempt, at / 8);
+    if (memcmp(bytes.data() + at, &wanted, bytes.size() - at) == 0) return {};
+    found = 0;
+    memcpy(&found, bytes.data() + at, bytes.size() - at);
+  }
+  return "word " + std::to_string(at / 8) + " of block " + std::to_string(block) + ", put " +
+         std::to_string(attempt) + ", holds word " + std::to_string(found >> 40) + " of block " +
+         std::to_string(found >> 24 & 0xFFFF) + ", put " + std::to_string(found & 0xFFFFFF);
 }
 
 // The put the bytes say they are from. REQUIRES: at least 3 bytes.

@@ -1,222 +1,183 @@
-// One node on virtual time, and a checker that stands apart from whoever works on it.
-//
-// No thread and no clock: `now` is a number, random comes from the seed, and everything a peer does
-// is one call after another. The checker keeps its own ledger of what was put, who may write where
-// and who reads where, and fails the run (doctest) on the first contradiction.
+// Nodes on virtual time. No thread and no clock: `now` is a number, random comes from the seed, and
+// what peers do is one call after another. Who does what stands in actors.h.
 #pragma once
 
-#include <doctest/doctest.h>
-
-#include <algorithm>
-#include <map>
+#include <cstdarg>
+#include <cstdio>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
-#include "core.h"
+#include "checker.h"
 
 namespace kvstore {
 
-inline constexpr uint64_t kSimulatedPart = 256 << 10;
+// What a schedule is made of, drawn from its seed.
+struct Plan {
+  uint32_t frames, keys;
+  uint64_t reserve_blocks;
+  Nanos lease, grant;
+  uint32_t writers, readers, viewers;
+  uint64_t view_permille, stuck_permille;  // of the pool
+  // How often a peer stops, gives up, dies; a bit flips; time leaps; the namespace is cleared.
+  uint64_t stop_permille, abort_permille, death_permille, rot_permille, leap_permille,
+      clear_permille;
+  std::vector<uint64_t> sizes;
+  int steps;
+};
 
-class Checker {
+inline Plan draw_plan(std::mt19937_64& random) {
+  static constexpr uint64_t kMiB = 1 << 20;
+  static constexpr uint64_t kSmall[] = {1, 100, 5000, 70'000, 150'000, 300'000};
+  static constexpr uint64_t kLarge[] = {700'000,  kMiB,            1'200'000,
+                                        2 * kMiB, 2 * kMiB + 3000, 4 * kMiB + 500'000};
+  const auto upto = [&](uint64_t most) { return random() % (most + 1); };
+  const auto half_the_time = [&](uint64_t most) { return upto(1) == 0 ? 0 : upto(most); };
+  Plan plan{};
+  plan.frames = static_cast<uint32_t>(4 + upto(2));
+  plan.keys = static_cast<uint32_t>(6 + upto(50));
+  plan.reserve_blocks = upto(3);
+  plan.lease = static_cast<Nanos>(1 + upto(3)) * 1000 * kMillisecond;
+  plan.grant = static_cast<Nanos>(1 + upto(5)) * 1000 * kMillisecond;
+  plan.writers = static_cast<uint32_t>(2 + upto(4));
+  plan.readers = static_cast<uint32_t>(1 + upto(3));
+  plan.viewers = static_cast<uint32_t>(upto(2));
+  plan.view_permille = upto(1) == 0 ? 1000 : upto(200);
+  plan.stuck_permille = upto(1) == 0 ? 1000 : upto(50);
+  plan.stop_permille = half_the_time(100);
+  plan.abort_permille = upto(300);
+  plan.death_permille = half_the_time(80);
+  plan.rot_permille = half_the_time(200);
+  plan.leap_permille = half_the_time(30);
+  plan.clear_permille = half_the_time(60);
+  for (uint64_t count = 1 + upto(3); count > 0; --count) {
+    plan.sizes.push_back(kSmall[upto(std::size(kSmall) - 1)]);
+  }
+  for (uint64_t count = upto(3); count > 0; --count) {
+    plan.sizes.push_back(kLarge[upto(std::size(kLarge) - 1)]);
+  }
+  plan.steps = static_cast<int>(500 + upto(700));
+  return plan;
+}
+
+inline std::string to_text(const Plan& plan) {
+  std::string text;
+  const auto add = [&](const char* name, uint64_t value) {
+    text += std::string(text.empty() ? "" : ", ") + name + " " + std::to_string(value);
+  };
+  add("frames", plan.frames);
+  add("keys", plan.keys);
+  add("reserve", plan.reserve_blocks);
+  add("lease_ms", static_cast<uint64_t>(plan.lease / kMillisecond));
+  add("grant_ms", static_cast<uint64_t>(plan.grant / kMillisecond));
+  add("writers", plan.writers);
+  add("readers", plan.readers);
+  add("viewers", plan.viewers);
+  add("steps", static_cast<uint64_t>(plan.steps));
+  add("permille of views", plan.view_permille);
+  add("stuck", plan.stuck_permille);
+  add("stops", plan.stop_permille);
+  add("aborts", plan.abort_permille);
+  add("deaths", plan.death_permille);
+  add("rot", plan.rot_permille);
+  add("leaps", plan.leap_permille);
+  add("clears", plan.clear_permille);
+  for (const uint64_t size : plan.sizes) add("size", size);
+  return text;
+}
+
+// How often what happened, over all schedules: a fault that never comes tests nothing.
+struct Tally {
+  uint64_t committed = 0, existed = 0, stale = 0, refused = 0, aborted = 0, late = 0, stops = 0;
+  uint64_t reads = 0, corrupt = 0, revoked = 0, views = 0, views_refused = 0, deaths = 0;
+  uint64_t stuck = 0, evictions = 0;
+};
+
+// One peer, or the operator: does a little at each step.
+class Actor {
  public:
-  explicit Checker(Core& core) : core_(core) {}
+  virtual ~Actor() = default;
+  virtual void step() = 0;
+  virtual bool idle() const = 0;  // holds nothing
+  virtual void session_died(const Session&) {}
+};
 
-  // ---- puts. Numbers of attempts are never used twice, on any node.
+struct World;
 
-  struct Put {
-    uint32_t block;
-    uint64_t length;
-    uint32_t version;
-    bool committed = false;
-  };
-
-  // Item `i` of `batch` has been granted: nobody else may have a byte of its memory.
-  void granted(const GrantBatch& batch, size_t i, uint32_t attempt) {
-    const GrantBatch::Item& item = batch.items[i];
-    REQUIRE(attempt != 0);
-    REQUIRE(puts_.try_emplace(attempt, Put{number_of(item.key), item.length, batch.version})
-                .second);
-    Claim claim{item.taken.slot, item.taken.generation, attempt, nullptr,
-                core_.pool.extents(item.taken.slot, item.length)};
-    drop_ended();
-    for (const Claim& other : claims_) REQUIRE_FALSE(overlap(claim, other));
-    claims_.push_back(std::move(claim));
+struct SimulatedNode {
+  SimulatedNode(World& within, const Plan& plan, uint64_t seed)
+      : world(within), core(plan.frames, {seed, plan.reserve_blocks, false}, seed) {
+    core.limits.lease = plan.lease;
+    core.limits.grant = plan.grant;
+    core.limits.view_bytes_max = core.segment->bytes() * plan.view_permille / 1000;
+    core.limits.stuck_bytes_max = core.segment->bytes() * plan.stuck_permille / 1000;
+    for (int i = 0; i < 3; ++i) sessions.push_back(open_session());
   }
-
-  // The writer is about to commit: what it wrote still stands there.
-  void written(uint32_t attempt) const {
-    const auto at = std::ranges::find(claims_, attempt, &Claim::attempt);
-    REQUIRE(at != claims_.end());
-    const Put& put = puts_.at(attempt);
-    REQUIRE(header(at->slot).generation.load() == at->generation);
-    REQUIRE(payload_fault(read_slot(core_, at->slot, put.length), put.block, attempt) == "");
+  std::shared_ptr<Session> open_session() {
+    return std::make_shared<Session>(core.blocks, core.space, core.limits);
   }
-
-  // Exactly what a commit must answer, asked before it.
-  Status expected(uint32_t attempt) const {
-    const Put& put = puts_.at(attempt);
-    if (put.version != core_.space.version.load()) return Status::kStale;
-    return core_.blocks.holds(key_of(put.block), core_.space) ? Status::kExists : Status::kOk;
+  // A peer's process dies: what it was doing ends there, but for views, whose session stays.
+  void kill(size_t which) {
+    const std::shared_ptr<Session> gone = sessions[which];
+    sessions[which] = open_session();
+    dead.push_back(gone);
+    gone->end();
+    for (const auto& actor : actors) actor->session_died(*gone);
   }
-  void ended(uint32_t attempt, bool committed) {
-    REQUIRE(std::erase_if(claims_, [&](const Claim& c) { return c.attempt == attempt; }) == 1);
-    Put& put = puts_.at(attempt);
-    put.committed = committed;
-    if (committed) REQUIRE(core_.blocks.holds(key_of(put.block), core_.space));
-  }
-
-  // A block of `length` bytes was refused, by a batch that has used `keys`.
-  void refused(uint64_t length, std::span<const BlockKey> keys) {
-    const Shape shape = shape_of(length);
-    const uint32_t wanted = shape.frames + (shape.tail == kNoTail ? 0 : 1);
-    REQUIRE(evictable_frames(keys) < wanted);
-  }
-
-  // ---- gets
-
-  void leased(const std::shared_ptr<LeaseBatch>& batch) {
-    drop_ended();
-    for (const auto& found : batch->items) {
-      if (!found) continue;
-      REQUIRE(found->generation % 2 == 0);
-      REQUIRE(header(found->slot).generation.load() == found->generation);
-      Claim claim{found->slot, found->generation, 0, batch,
-                  core_.pool.extents(found->slot, found->length)};
-      for (const Claim& other : claims_) {
-        if (overlap(claim, other)) {  // two readers of one block share it, nobody else
-          REQUIRE(other.lease != nullptr);
-          REQUIRE((other.slot == claim.slot && other.generation == claim.generation));
-        }
-      }
-      claims_.push_back(std::move(claim));
-    }
-  }
-
-  // Under an open lease: the slot is still the one that was leased.
-  void unmoved(const Found& found) const {
-    REQUIRE(header(found.slot).generation.load() == found.generation);
-  }
-
-  // A read that passed its checksums: what some put committed under this key, since the last clear
-  // before the lookup, and nothing else.
-  void read(uint32_t block, std::span<const uint8_t> bytes, uint32_t version) const {
-    const auto is_put = [&](const auto& record) {
-      const auto& [attempt, put] = record;
-      return put.committed && put.block == block && put.length == bytes.size() &&
-             put.version == version && payload_fault(bytes, block, attempt).empty();
-    };
-    if (bytes.size() < 3) {
-      REQUIRE(std::ranges::any_of(puts_, is_put));
-      return;
-    }
-    const auto at = puts_.find(payload_attempt(bytes));
-    REQUIRE(at != puts_.end());
-    REQUIRE(payload_fault(bytes, block, at->first) == "");
-    REQUIRE(is_put(*at));
-  }
-
-  // ---- faults and holds
-
-  // A bit of this block was flipped: checksums must say so from now on.
-  void rotted(SlotId slot) { rotted_.insert({slot, header(slot).generation.load()}); }
-  bool is_rotted(const Found& found) const {
-    return rotted_.contains({found.slot, found.generation});
-  }
-
-  void pinned(const BlockKey& key, int change) {
-    if ((pins_[number_of(key)] += change) == 0) pins_.erase(number_of(key));
-  }
-  bool is_pinned(const BlockKey& key) const { return pins_.contains(number_of(key)); }
-  void gone(const BlockKey& key) {  // removed, or dropped as corrupt
-    pins_.erase(number_of(key));
-    REQUIRE_FALSE(core_.blocks.holds(key, core_.space));
-  }
-  void cleared() {
-    pins_.clear();
-    REQUIRE(core_.space.blocks == 0);
-    REQUIRE(core_.blocks.list(core_.space).empty());
-  }
-
-  // ---- the whole
-
-  // No slot has two owners, no pinned block has gone, and the node's own audit agrees.
-  void census(uint64_t grants, uint64_t leases) {
-    drop_ended();
-    REQUIRE(core_.blocks.audit(grants, leases) == "");
-    std::map<uint64_t, uint64_t> ranges;  // begin → end
-    const auto add = [&](SlotId slot, uint64_t length) {
-      for (const Extent& extent : core_.pool.extents(slot, length)) {
-        if (extent.bytes == 0) continue;
-        const auto next = ranges.upper_bound(extent.offset);
-        if (next != ranges.end()) REQUIRE(extent.offset + extent.bytes <= next->first);
-        if (next != ranges.begin()) REQUIRE(std::prev(next)->second <= extent.offset);
-        ranges[extent.offset] = extent.offset + extent.bytes;
-      }
-    };
-    std::set<SlotId> seen;
-    for (uint32_t frame = 0; frame < core_.pool.num_frames(); ++frame) {
-      for (const Pool::Tenant& tenant : core_.pool.tenants(frame).tenants) {
-        if (tenant.entry == kNoEntry || !seen.insert(tenant.slot).second) continue;
-        add(tenant.slot, header(tenant.slot).length);
+  void census() {
+    uint64_t grants = 0;
+    uint64_t leases = 0;
+    for (const auto* group : {&sessions, &dead}) {
+      for (const auto& session : *group) {
+        grants += session->num_granted();
+        leases += session->num_leased();
       }
     }
-    for (const Claim& claim : claims_) {
-      if (claim.lease == nullptr) add(claim.slot, puts_.at(claim.attempt).length);
-    }
-    for (const auto& [block, pins] : pins_) {
-      CAPTURE(block);
-      REQUIRE(core_.blocks.holds(key_of(block), core_.space));
-    }
+    checker.census(grants, leases);
   }
-  bool nothing_claimed() {
-    drop_ended();
-    return claims_.empty();
+  bool idle() const {
+    return std::ranges::all_of(actors, [](const auto& actor) { return actor->idle(); });
   }
 
- private:
-  struct Claim {
-    SlotId slot;
-    uint64_t generation;
-    uint32_t attempt;                   // of a writer
-    std::shared_ptr<LeaseBatch> lease;  // of a reader
-    std::vector<Extent> extents;
-  };
+  World& world;
+  Core core;
+  Checker checker{core};
+  std::vector<std::shared_ptr<Session>> sessions;
+  std::vector<std::shared_ptr<Session>> dead;
+  std::vector<std::unique_ptr<Actor>> actors;
+};
 
-  static bool overlap(const Claim& a, const Claim& b) {
-    for (const Extent& x : a.extents) {
-      for (const Extent& y : b.extents) {
-        if (x.offset < y.offset + y.bytes && y.offset < x.offset + x.bytes) return true;
-      }
+struct World {
+  // Two nodes with the same keys side by side: nothing is global.
+  World(uint64_t seed, bool printing, Tally& counts)
+      : random(seed), plan(draw_plan(random)), tally(counts), prints(printing) {
+    for (int i = 0; i < 2; ++i) {
+      nodes.push_back(std::make_unique<SimulatedNode>(*this, plan, random()));
     }
-    return false;
   }
-  const SlotHeader& header(SlotId slot) const { return core_.segment->header(slot); }
-  void drop_ended() {
-    std::erase_if(claims_, [](const Claim& c) { return c.lease != nullptr && c.lease->ended; });
-  }
-  // Free, or filled with blocks that nobody holds and that are not in `used`.
-  uint32_t evictable_frames(std::span<const BlockKey> used) {
-    drop_ended();
-    uint32_t frames = 0;
-    for (uint32_t frame = 0; frame < core_.pool.num_frames(); ++frame) {
-      frames += std::ranges::all_of(core_.pool.tenants(frame).tenants, [&](const auto& tenant) {
-        const BlockKey& key = header(tenant.slot).key;
-        return tenant.entry != kNoEntry &&
-               std::ranges::find(claims_, tenant.slot, &Claim::slot) == claims_.end() &&
-               !pins_.contains(number_of(key)) && std::ranges::find(used, key) == used.end();
-      });
-    }
-    return frames;
+  uint64_t below(uint64_t bound) { return random() % bound; }
+  bool chance(uint64_t permille) { return !healing && below(1000) < permille; }
+  void say(const char* format, ...) const __attribute__((format(printf, 2, 3))) {
+    if (!prints) return;
+    va_list arguments;
+    va_start(arguments, format);
+    printf("%5d %9.3f s  node %zu: ", step, static_cast<double>(now) / 1e9, at);
+    vprintf(format, arguments);
+    printf("\n");
+    fflush(stdout);
+    va_end(arguments);
   }
 
-  Core& core_;
-  std::map<uint32_t, Put> puts_;  // by attempt
-  std::vector<Claim> claims_;
-  std::map<uint32_t, int> pins_;
-  std::set<std::pair<SlotId, uint64_t>> rotted_;
+  std::mt19937_64 random;
+  const Plan plan;
+  Tally& tally;
+  const bool prints;
+  Nanos now = 0;
+  int step = 0;
+  size_t at = 0;         // the node whose turn it is
+  bool healing = false;  // faults are over; everybody finishes
+  uint32_t next_attempt = 1;
+  std::vector<std::unique_ptr<SimulatedNode>> nodes;
 };
 
 }  // namespace kvstore
