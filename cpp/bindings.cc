@@ -182,7 +182,7 @@ py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip
   PutOutcome outcome;
   const auto finish = [&] {
     if (waits) local_->reserve_more(*grants, chain, limits);
-    const Status written = local_->write(*grants, buffers.blocks(), {}, limits);
+    const Status written = local_->write(*grants, buffers.blocks(), {}, limits.for_copy());
     outcome = local_->commit(*grants, written == Status::kOk ? grants->items.size() : 0, written);
   };
   without_gil_if(waits || total_bytes(buffers.blocks()) >= kShortCopyBytes, finish);

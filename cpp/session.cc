@@ -15,6 +15,12 @@ std::vector<uint32_t> written_parts(const GrantBatch::Item& item) {
   return parts;
 }
 
+// The same depth in another batch.
+Stamp restamp(Stamp stamp, uint64_t number) {
+  const Stamp depth_bits = (Stamp{1} << kDepthBits) - 1;
+  return number << kDepthBits | (stamp & depth_bits);
+}
+
 }  // namespace
 
 Session::~Session() { end(); }
@@ -47,13 +53,28 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
     if (!request.texts.empty()) item.text = request.texts[depth];
   }
   if (stuck_bytes(now) <= limits_.stuck_bytes_max) grant_items(*batch, request.chain);
+  if (std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
+    batch->skipped.assign(request.keys.begin(), request.keys.begin() + request.skip);
+  }
   const std::lock_guard lock(mutex_);
   grants_.emplace(batch->id.high, batch);
   return batch;
 }
 
-bool Session::reserve_more(GrantBatch& batch, bool chain) {
+bool Session::reserve_more(GrantBatch& batch, bool chain, Nanos now) {
+  if (stuck_bytes(now) > limits_.stuck_bytes_max) return false;
   const std::lock_guard lock(mutex_);  // the batch is known to the session by now
+  if (!grants_.contains(batch.id.high)) return false;
+  // A new number: else everything used since the first try would be too young to make room.
+  const uint64_t number = blocks_.next_batch();
+  for (size_t depth = 0; depth < batch.skipped.size(); ++depth) {
+    batch.parent_held = blocks_.touch(batch.skipped[depth], space_, make_stamp(number, depth));
+  }
+  for (size_t i = 0; i < batch.items.size(); ++i) {
+    GrantBatch::Item& item = batch.items[i];
+    item.stamp = restamp(item.stamp, number);
+    if (batch.statuses[i] == Status::kExists) blocks_.touch(item.key, space_, item.stamp);
+  }
   return grant_items(batch, chain);
 }
 
@@ -84,6 +105,9 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     grants_.erase(at);
   }
   for (size_t i = 0; i < batch->items.size(); ++i) {
+    if (batch->statuses[i] == Status::kExists && batch->version != space_.version.load()) {
+      batch->statuses[i] = Status::kStale;  // what was held then has been cleared since
+    }
     if (batch->statuses[i] != Status::kOk) continue;
     GrantBatch::Item& item = batch->items[i];
     std::vector<uint32_t> parts = written_parts(item);

@@ -56,6 +56,7 @@ struct GrantBatch {
   bool parent_held = false;
   std::vector<Status> statuses;
   std::vector<Item> items;
+  std::vector<BlockKey> skipped;  // what the engine already had; kept while items lack room
 };
 
 // What a put names: the whole chain, of which the first `skip` blocks are not sent.
@@ -98,8 +99,9 @@ class Session {
   // Grants what it can. An item without room is kOutOfSpace, and with it, in a chain, all that
   // follow.
   std::shared_ptr<GrantBatch> reserve(const PutRequest& request, Nanos now);
-  // Tries again for the items left kOutOfSpace; true if any was granted.
-  bool reserve_more(GrantBatch& batch, bool chain);
+  // Tries again for the items left kOutOfSpace, the chain being the youngest again; true if any was
+  // granted.
+  bool reserve_more(GrantBatch& batch, bool chain, Nanos now);
   // Commits the granted items before `end` and gives up the others with `otherwise`; an item with an
   // unwritten part is given up as kCancelled. False: no such attempt.
   bool commit(const AttemptId& id, size_t end, Status otherwise);

@@ -109,7 +109,7 @@ PutOutcome LocalStore::put(const PutRequest& request, const std::vector<BlockMem
                            const CallLimits& limits) {
   const auto grants = reserve(request);
   if (limits.waits) reserve_more(*grants, request.chain, limits);
-  const Status written = write(*grants, blocks, {}, limits);
+  const Status written = write(*grants, blocks, {}, limits.for_copy());
   PutOutcome outcome = commit(*grants, written == Status::kOk ? blocks.size() : 0, written);
   if (limits.stopped()) {  // what was not done was cancelled, whatever it was waiting for
     std::ranges::replace(outcome.statuses, Status::kOutOfSpace, Status::kCancelled);
@@ -126,7 +126,7 @@ void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& 
   while (std::ranges::count(grants.statuses, Status::kOutOfSpace) > 0 && !limits.stopped()) {
     // Read before the attempt, so that room made between the attempt and the wait is not missed.
     const uint64_t frees = node_->frees();
-    session_->reserve_more(grants, chain);
+    session_->reserve_more(grants, chain, monotonic_now());
     const auto own = static_cast<uint64_t>(std::ranges::count(grants.statuses, Status::kOk));
     if (std::ranges::count(grants.statuses, Status::kOutOfSpace) == 0) return;
     if (!node_->wait_for_room(own, frees, limits.deadline)) return;

@@ -28,6 +28,8 @@ struct CallLimits {
   Nanos deadline = kNever;
   const std::atomic<bool>* cancelled = nullptr;
   bool waits = true;  // for room, up to the deadline
+  // The deadline bounds the wait for room; what was granted by then is copied all the same.
+  CallLimits for_copy() const { return {passed() ? kNever : deadline, cancelled, waits}; }
   bool passed() const { return deadline != kNever && monotonic_now() > deadline; }
   bool stopped() const {
     return cancelled != nullptr && cancelled->load(std::memory_order_relaxed);

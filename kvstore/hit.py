@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ from kvstore import _core
 from kvstore.errors import InvalidArgument, StoreClosed
 from kvstore.keys import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _TO_THE_END = (1 << 64) - 1
 
@@ -177,7 +174,7 @@ class Hit:
             )
         return self.held
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Hit:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -246,7 +243,7 @@ class Writing:
             self._grants.abort()
         self._missing = set()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Writing:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,6 @@ from kvstore.hit import Hit, Match, Writing
 from kvstore.keys import BlockSpec, Extra, Keys, TokenIds, make_keys, text_key
 from kvstore.transfer import Transfer, Transfers
 from kvstore.types import GetResult, Listed, PutResult, Usage
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 KeysLike: TypeAlias = Keys | npt.NDArray[np.uint8] | Sequence[str | bytes]
 """Keys of this store, an (n, 32) uint8 array of keys, or names: str or bytes of 1 to 512 bytes."""
@@ -99,7 +96,7 @@ class Store:
         """Ends transfers, grants and leases; views live on until the last of them is gone."""
         self._close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Store:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
     def __exit__(self, *_: object) -> None:

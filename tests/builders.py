@@ -30,13 +30,13 @@ def opened(
 ) -> Iterator[kvstore.Store]:
     """A populated store. At the end of the test nothing is held and the accounts agree."""
     with kvstore.open(spec, dram=dram, **options) as store:
-        assert store.settle()
+        assert store.settle(60)
         yield store
         assert_idle(store)
 
 
 def assert_idle(store: kvstore.Store) -> None:
-    assert store.settle()
+    assert store.settle(60)
     usage = store.usage()
     held = (usage.leased_blocks, usage.granted_blocks, usage.view_bytes, usage.stuck_bytes)
     assert held == (0, 0, 0, 0)

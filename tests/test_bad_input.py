@@ -68,10 +68,10 @@ def test_extreme_but_possible_options_work() -> None:
     ]
     for options in extremes:
         with opened(**options) as store:
-            got = bytearray(1000)
-            assert store.put(["k"], [block(1, 1000)]).ok
-            assert store.get(["k"], [got]).ok
-            assert is_block(got, 1)
+            got = np.zeros((2, MIB), np.uint8)  # enough for several copying threads
+            assert store.put(names(2), blocks(range(2), MIB)).ok
+            assert store.get(names(2), got).ok
+            assert all(is_block(got[i], i) for i in range(2))
 
 
 def test_open_beyond_the_memory_there_is_is_refused() -> None:
@@ -103,6 +103,23 @@ kvstore.open(ANY, dram=8 * MIB).close()
     result = run_in_fresh_python(code)
     assert (result.returncode, result.stderr) == (0, "")
     assert re.search(r"locked memory is 1 MiB.*needs 8 MiB", result.stdout)
+
+
+def test_a_locked_pool_is_locked() -> None:
+    def locked() -> int:
+        status = Path("/proc/self/status").read_text().split()
+        return int(status[status.index("VmLck:") + 1]) << 10
+
+    before = locked()
+    try:
+        store = kvstore.open(ANY, dram=8 * MIB, lock_memory=True)
+    except kvstore.NotEnoughMemory:
+        pytest.skip("no privilege to lock 8 MiB")
+    with store:
+        assert store.settle()
+        assert locked() - before == 8 * MIB
+        assert store.put(["k"], [b"x"]).ok
+    assert locked() == before
 
 
 @pytest.mark.parametrize("spec", [None, "llama", {"model": "m"}, kvstore.StoreOptions()])

@@ -232,6 +232,17 @@ def test_a_clear_in_one_handle_counts_for_all_of_its_namespace() -> None:
         assert twin.keys(TOKENS).version == store.keys(TOKENS).version == 2
 
 
+def test_keys_may_be_any_rows_of_32_bytes() -> None:
+    rows = np.random.default_rng(1).integers(0, 256, (8, 32), np.uint8)
+    forms = [rows, np.asfortranarray(rows), np.repeat(rows, 2, axis=0)[::2], kvstore.Keys(rows)]
+    with opened() as store:
+        for number, keys in enumerate(forms):
+            put = store.put(keys[:4], blocks(range(4), 100), chain=False)
+            assert put.stored == (4 if number == 0 else 0)
+            assert store.exists(keys).tolist() == [True] * 4 + [False] * 4
+        assert {item.key for item in store.list()} == {row.tobytes() for row in rows[:4]}
+
+
 def test_names_are_listed_with_their_text() -> None:
     given: list[str | bytes] = ["a/b", "\u00e9", "e\u0301", "n\0ul", b"\xff\xfe", "x" * 512]
     with opened() as store:

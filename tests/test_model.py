@@ -14,6 +14,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from builders import ANY, MIB, Bytes, assert_idle, block
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -374,13 +375,22 @@ class StoreMachine(RuleBasedStateMachine):
             assert b"".join(held.arrays) == held.contents[0].data.tobytes()
 
 
-def test_store_agrees_with_a_dict() -> None:
+def run(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=100,
-            stateful_step_count=40,
+            max_examples=examples,
+            stateful_step_count=steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_store_agrees_with_a_dict() -> None:
+    run(examples=100, steps=40)
+
+
+@pytest.mark.long
+def test_store_agrees_with_a_dict_for_long() -> None:
+    run(examples=3000, steps=80)

@@ -142,6 +142,18 @@ def test_strided_arrays_round_trip_by_their_logical_contents(shape: str) -> None
             store.get(keys, target)
 
 
+def test_blocks_of_pieces_and_pointers_round_trip() -> None:
+    given = block(1, 300_001)
+    pieces = [given[:7], (given[7:].ctypes.data, 200_000), b"", given[200_007:]]
+    with opened() as store:
+        assert store.put(["k"], [pieces]).ok
+        got = np.zeros_like(given)
+        third = len(got) // 3
+        into = [got[:third], (got[third:].ctypes.data, third), got[2 * third :]]
+        assert store.get(["k"], [into]).ok
+        assert is_block(got, 1)
+
+
 # ---- typed answers -------------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ class Writer final : public Peer {
   // Half of each granted block at a time; false once all are whole.
   bool write() {
     if (world_.below(3) == 0 && version_ == core().space.version &&
-        session_->reserve_more(*batch_, chain_)) {
+        session_->reserve_more(*batch_, chain_, world_.now)) {
       admit(false);
     }
     bool wrote = false;

@@ -56,7 +56,7 @@ inline Plan draw_plan(std::mt19937_64& random) {
   for (uint64_t count = upto(3); count > 0; --count) {
     plan.sizes.push_back(kLarge[upto(std::size(kLarge) - 1)]);
   }
-  plan.steps = static_cast<int>(500 + upto(700));
+  plan.steps = static_cast<int>(400 + upto(400));
   return plan;
 }
 

@@ -99,7 +99,9 @@ TEST_CASE("a session that ends aborts its grants") {
   CHECK(peer.slots() == 0);
   CHECK(peer.session.num_granted() == 0);
   CHECK_FALSE(peer.holds(1));
-  // A late commit finds nothing.
+  // A late commit or attempt finds nothing.
+  batch->statuses[0] = Status::kOutOfSpace;
+  CHECK_FALSE(peer.session.reserve_more(*batch, true, 0));
   CHECK_FALSE(peer.session.commit(batch->id, 3, Status::kCancelled));
   CHECK_FALSE(peer.holds(1));
   Session other(peer.core.blocks, peer.core.space, peer.core.limits);
@@ -148,15 +150,44 @@ TEST_CASE("a chain stops at the first block without room, other blocks go on") {
               : std::vector<Status>{Status::kOk, Status::kOk, Status::kOutOfSpace, Status::kExists,
                                     Status::kExists};
     CHECK(batch->statuses == wanted);
-    CHECK_FALSE(peer.session.reserve_more(*batch, chain));
+    CHECK_FALSE(peer.session.reserve_more(*batch, chain, 0));
     CHECK(peer.session.release(*held) == Released::kHeld);
-    CHECK(peer.session.reserve_more(*batch, chain));
+    CHECK(peer.session.reserve_more(*batch, chain, 0));
     CHECK(batch->statuses[2] == Status::kOk);
     peer.write(*batch, 2);
     REQUIRE(peer.session.commit(batch->id, 5, Status::kCancelled));
     for (uint32_t block = 97; block < 100; ++block) CHECK(peer.holds(block));
     CHECK(peer.audit() == "");
   }
+}
+
+TEST_CASE("a put that waited may have the room of what came after it") {
+  Peer peer(1);
+  peer.put(1, kCells);
+  const auto all_held = peer.lookup(1, kCells);
+  // A chain of which one block is skipped, one held already; the third finds no room.
+  const auto batch = peer.reserve(kCells - 1, 3, 0, 1);
+  REQUIRE(batch->statuses == std::vector<Status>{Status::kExists, Status::kOutOfSpace});
+  peer.session.release(*all_held);
+  for (uint32_t block = 100; block < 100 + 2 * kCells; ++block) {
+    REQUIRE(put_block(peer.core, block, kBlock) == Status::kOk);
+    for (uint32_t own = kCells - 1; own <= kCells; ++own) {
+      peer.core.blocks.touch(key_of(own), peer.core.space,
+                             make_stamp(peer.core.blocks.next_batch(), 0));
+    }
+  }
+  REQUIRE(peer.holds(kCells));
+  REQUIRE(peer.session.reserve_more(*batch, true, 0));
+  CHECK(batch->statuses[1] == Status::kOk);
+  peer.write(*batch, 1);
+  REQUIRE(peer.session.commit(batch->id, 2, Status::kCancelled));
+  // But not of its own chain, which is the youngest again, as a whole.
+  for (uint32_t block = 200; block < 200 + kCells - 3; ++block) put_block(peer.core, block, kBlock);
+  for (uint32_t own = kCells - 1; own <= kCells + 1; ++own) CHECK(peer.holds(own));
+  put_block(peer.core, 300, kBlock);
+  CHECK_FALSE(peer.holds(kCells + 1));
+  CHECK(peer.holds(kCells));
+  CHECK(peer.audit() == "");
 }
 
 TEST_CASE("the part of a chain that is not sent is touched and reported") {
@@ -189,6 +220,7 @@ TEST_CASE("overdue grants keep their memory and are counted until their writer s
   // Beyond the bound this session gets nothing more; another one does.
   const auto refused = peer.reserve(4, 1, 71 * kSecond);
   CHECK(refused->statuses[0] == Status::kOutOfSpace);
+  CHECK_FALSE(peer.session.reserve_more(*refused, true, 71 * kSecond));
   Session other(peer.core.blocks, peer.core.space, peer.core.limits);
   CHECK(other.reserve({peer.keys, 0, peer.lengths, {}, Peer::kPart, 1, true}, 71 * kSecond)
             ->statuses[0] == Status::kOk);

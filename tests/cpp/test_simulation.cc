@@ -115,19 +115,19 @@ TEST_CASE("seeded random schedules keep every promise and heal") {
   printf("\n");
   CHECK(tally.committed > 1000);
   CHECK(tally.reads > 1000);
-  CHECK(tally.existed > 100);
-  CHECK(tally.stale > 100);
-  CHECK(tally.refused > 100);
-  CHECK(tally.aborted > 100);
-  CHECK(tally.late > 100);
-  CHECK(tally.stops > 100);
-  CHECK(tally.corrupt > 100);
-  CHECK(tally.revoked > 100);
-  CHECK(tally.views > 100);
-  CHECK(tally.views_refused > 100);
-  CHECK(tally.deaths > 100);
-  CHECK(tally.stuck > 100);
-  CHECK(tally.evictions > 100);
+  CHECK(tally.existed > 50);
+  CHECK(tally.stale > 50);
+  CHECK(tally.refused > 50);
+  CHECK(tally.aborted > 50);
+  CHECK(tally.late > 50);
+  CHECK(tally.stops > 50);
+  CHECK(tally.corrupt > 50);
+  CHECK(tally.revoked > 50);
+  CHECK(tally.views > 50);
+  CHECK(tally.views_refused > 50);
+  CHECK(tally.deaths > 50);
+  CHECK(tally.stuck > 50);
+  CHECK(tally.evictions > 50);
 }
 
 }  // namespace
