@@ -102,8 +102,8 @@ class Session {
   // Tries again for the items left kOutOfSpace, the chain being the youngest again; true if any was
   // granted.
   bool reserve_more(GrantBatch& batch, bool chain, Nanos now);
-  // Commits the granted items before `end` and gives up the others with `otherwise`; an item with an
-  // unwritten part is given up as kCancelled. False: no such attempt.
+  // Commits the granted items before `end` and gives up the others with `otherwise`; an item with
+  // an unwritten part is given up as kCancelled. False: no such attempt.
   bool commit(const AttemptId& id, size_t end, Status otherwise);
   bool abort(const AttemptId& id) { return commit(id, 0, Status::kCancelled); }
 

@@ -159,8 +159,8 @@ class Writer final : public Peer {
       world_.tally.existed += expected[i] == Status::kExists ? 1 : 0;
       world_.tally.stale += expected[i] == Status::kStale ? 1 : 0;
       world_.tally.aborted += expected[i] == Status::kCancelled ? 1 : 0;
-      world_.say("end put %u of %u: status %d", items_[i].attempt,
-                 number_of(batch_->items[i].key), static_cast<int>(expected[i]));
+      world_.say("end put %u of %u: status %d", items_[i].attempt, number_of(batch_->items[i].key),
+                 static_cast<int>(expected[i]));
     }
     come_late();
   }
@@ -376,8 +376,8 @@ class Operator final : public Peer {
         for (const auto& session : node_.sessions) session->revoke_overdue(world_.now);
         break;
       case 2:
-        REQUIRE(core().blocks.touch(key, core().space,
-                                    make_stamp(core().blocks.next_batch(), 0)) == held);
+        REQUIRE(core().blocks.touch(key, core().space, make_stamp(core().blocks.next_batch(), 0)) ==
+                held);
         break;
       case 3:
         if (world_.below(2) == 0 && !world_.healing) {

@@ -34,8 +34,8 @@ class Checker {
   void granted(const GrantBatch& batch, size_t i, uint32_t attempt) {
     const GrantBatch::Item& item = batch.items[i];
     REQUIRE(attempt != 0);
-    REQUIRE(puts_.try_emplace(attempt, Put{number_of(item.key), item.length, batch.version})
-                .second);
+    REQUIRE(
+        puts_.try_emplace(attempt, Put{number_of(item.key), item.length, batch.version}).second);
     Claim claim{item.taken.slot, item.taken.generation, attempt, nullptr,
                 core_.pool.extents(item.taken.slot, item.length)};
     drop_ended();

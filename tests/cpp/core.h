@@ -111,14 +111,18 @@ inline Status put_block(Core& core, uint32_t block, uint64_t length, uint32_t at
                         uint64_t batch, size_t depth = 0) {
   const Stamp stamp = make_stamp(batch, depth);
   Pool::Taken taken{};
-  const Status status =
-      core.blocks.reserve(key_of(block), core.space, core.space.version.load(), length, stamp,
-                          batch << kDepthBits, &taken);
+  const Status status = core.blocks.reserve(key_of(block), core.space, core.space.version.load(),
+                                            length, stamp, batch << kDepthBits, &taken);
   if (status != Status::kOk) return status;
   write_slot(core, taken.slot, block, attempt, 0, length);
-  return core.blocks.commit({key_of(block), &core.space, core.space.version.load(), taken.slot,
-                             length, stamp,
-                             checksums(payload(block, attempt, length), kOpaquePartBytes), {}});
+  return core.blocks.commit({key_of(block),
+                             &core.space,
+                             core.space.version.load(),
+                             taken.slot,
+                             length,
+                             stamp,
+                             checksums(payload(block, attempt, length), kOpaquePartBytes),
+                             {}});
 }
 
 inline Status put_block(Core& core, uint32_t block, uint64_t length, uint32_t attempt = 1) {

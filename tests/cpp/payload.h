@@ -40,8 +40,7 @@ inline std::vector<uint8_t> payload(uint32_t block, uint32_t attempt, uint64_t l
 }
 
 // Empty, or the first word that is not what put `attempt` of `block` stores.
-inline std::string payload_fault(std::span<const uint8_t> bytes, uint32_t block,
-                                 uint32_t attempt) {
+inline std::string payload_fault(std::span<const uint8_t> bytes, uint32_t block, uint32_t attempt) {
   size_t at = 0;
   uint64_t found = 0;
   for (; at + 8 <= bytes.size(); at += 8) {

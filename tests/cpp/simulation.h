@@ -29,8 +29,8 @@ struct Plan {
 inline Plan draw_plan(std::mt19937_64& random) {
   static constexpr uint64_t kMiB = 1 << 20;
   static constexpr uint64_t kSmall[] = {1, 100, 5000, 70'000, 150'000, 300'000};
-  static constexpr uint64_t kLarge[] = {700'000,  kMiB,            1'200'000,
-                                        2 * kMiB, 2 * kMiB + 3000, 4 * kMiB + 500'000};
+  static constexpr uint64_t kLarge[] = {
+      700'000, kMiB, 1'200'000, 2 * kMiB, 2 * kMiB + 3000, 4 * kMiB + 500'000};
   const auto upto = [&](uint64_t most) { return random() % (most + 1); };
   const auto half_the_time = [&](uint64_t most) { return upto(1) == 0 ? 0 : upto(most); };
   Plan plan{};

@@ -48,8 +48,8 @@ TEST_CASE("a granted block is not found before its commit") {
   unseen();
   CHECK(core.blocks.audit(1, 0) == "");
   REQUIRE(core.blocks.commit({key_of(1), &core.space, 1, taken.slot, kBlock, stamp,
-                              checksums(payload(1, 9, kBlock), kOpaquePartBytes),
-                              "name"}) == Status::kOk);
+                              checksums(payload(1, 9, kBlock), kOpaquePartBytes), "name"}) ==
+          Status::kOk);
   const auto found = lease(core, 1);
   REQUIRE(found.has_value());
   CHECK(found->length == kBlock);
@@ -71,8 +71,14 @@ TEST_CASE("the first of two writers wins, the other leaves no trace") {
   write_slot(core, taken[0].slot, 1, 10, 0, kBlock);
   write_slot(core, taken[1].slot, 1, 11, 0, kBlock);
   const auto commit = [&](int which, uint32_t attempt) {
-    return core.blocks.commit({key_of(1), &core.space, 1, taken[which].slot, kBlock, stamp,
-                               checksums(payload(1, attempt, kBlock), kOpaquePartBytes), {}});
+    return core.blocks.commit({key_of(1),
+                               &core.space,
+                               1,
+                               taken[which].slot,
+                               kBlock,
+                               stamp,
+                               checksums(payload(1, attempt, kBlock), kOpaquePartBytes),
+                               {}});
   };
   CHECK(commit(1, 11) == Status::kOk);
   CHECK(commit(0, 10) == Status::kExists);

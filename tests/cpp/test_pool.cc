@@ -40,8 +40,8 @@ uint64_t bytes_of(const std::vector<Extent>& extents) {
 
 // Log-uniform, so that every class comes up.
 uint64_t draw_bytes(std::mt19937_64& random, uint64_t most) {
-  const double exponent = std::uniform_real_distribution<double>(
-      0, std::log2(static_cast<double>(most)))(random);
+  const double exponent =
+      std::uniform_real_distribution<double>(0, std::log2(static_cast<double>(most)))(random);
   return std::min(most, static_cast<uint64_t>(std::exp2(exponent)));
 }
 
@@ -302,8 +302,8 @@ void random_step(SmallPool& small, NaivePool& naive, std::mt19937_64& random, Ch
     return;
   }
   // A handful of sizes comes back again and again, as namespaces do.
-  static constexpr uint64_t kSizes[] = {40,          3000,        300 * kKiB,         kMiB,
-                                        kFrameBytes, 3 * kMiB + 5, 2 * kFrameBytes + 3000};
+  static constexpr uint64_t kSizes[] = {
+      40, 3000, 300 * kKiB, kMiB, kFrameBytes, 3 * kMiB + 5, 2 * kFrameBytes + 3000};
   const uint64_t bytes =
       random() % 2 == 0 ? kSizes[random() % std::size(kSizes)] : draw_bytes(random, 8 * kMiB);
   const uint32_t unused = naive.unused_frames(small.pool.num_frames());
@@ -349,8 +349,8 @@ TEST_CASE("the pool agrees with a list of byte ranges") {
 }
 
 TEST_CASE("free_slots says what take hands out") {
-  static constexpr uint64_t kSizes[] = {40,          3000,        300 * kKiB,          kMiB,
-                                        kFrameBytes, 3 * kMiB - 5, 2 * kFrameBytes + 3000};
+  static constexpr uint64_t kSizes[] = {
+      40, 3000, 300 * kKiB, kMiB, kFrameBytes, 3 * kMiB - 5, 2 * kFrameBytes + 3000};
   for (uint64_t seed = 1; seed <= 300; ++seed) {
     CAPTURE(seed);
     std::mt19937_64 random(seed);

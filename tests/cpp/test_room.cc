@@ -43,7 +43,8 @@ struct Model {
     if (at->gone && at->leases == 0) blocks.erase(at);
   }
   bool evict() {
-    const auto at = std::ranges::find_if(blocks, [](const Block& b) { return !b.gone && !b.busy(); });
+    const auto at =
+        std::ranges::find_if(blocks, [](const Block& b) { return !b.gone && !b.busy(); });
     if (at == blocks.end()) return false;
     blocks.erase(at);
     return true;
@@ -72,8 +73,8 @@ struct Run {
     }
     const Stamp now = stamp();
     Pool::Taken taken{};
-    Status status = core.blocks.reserve(key_of(key), core.space, core.space.version, kBlock, now,
-                                        now, &taken);
+    Status status =
+        core.blocks.reserve(key_of(key), core.space, core.space.version, kBlock, now, now, &taken);
     if (status == Status::kOk) {
       status = core.blocks.commit(
           {key_of(key), &core.space, core.space.version, taken.slot, kBlock, now, {1}, {}});
@@ -148,14 +149,22 @@ TEST_CASE("random pins leases and removals agree with a model") {
     for (uint64_t step = 10 + random() % 20; step > 0; --step) {
       const auto key = static_cast<uint32_t>(random() % kKeys);
       const uint64_t dice = random() % 100;
-      if (dice < 40) run.put(key);
-      else if (dice < 55) run.lookup(key);
-      else if (dice < 55 + release_share) run.release(random());
-      else if (dice < 80) run.pin(key);
-      else if (dice < 87) run.unpin(key);
-      else if (dice < 94) run.remove(key);
-      else if (dice < 99) run.evict();
-      else run.clear();
+      if (dice < 40)
+        run.put(key);
+      else if (dice < 55)
+        run.lookup(key);
+      else if (dice < 55 + release_share)
+        run.release(random());
+      else if (dice < 80)
+        run.pin(key);
+      else if (dice < 87)
+        run.unpin(key);
+      else if (dice < 94)
+        run.remove(key);
+      else if (dice < 99)
+        run.evict();
+      else
+        run.clear();
       run.check();
     }
     for (uint32_t key = 0; key < kKeys; ++key) {

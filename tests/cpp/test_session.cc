@@ -28,8 +28,7 @@ struct Peer {
                                       uint64_t length = kBlock) {
     keys = keys_of(first, count);
     lengths.assign(count - skip, length);
-    return session.reserve(
-        {keys, skip, lengths, {}, kPart, core.space.version.load(), chain}, now);
+    return session.reserve({keys, skip, lengths, {}, kPart, core.space.version.load(), chain}, now);
   }
   // Writes what put `attempt` stores, but for the last `missing` parts of each block.
   void write(GrantBatch& batch, uint32_t attempt, size_t missing = 0) {
