@@ -1,0 +1,171 @@
+// Eight threads on one node, through the store as applications use it. Made for the sanitizers.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core.h"
+#include "transfers.h"
+#include "transport_local.h"
+
+namespace kvstore {
+namespace {
+
+constexpr uint32_t kKeys = 300;  // twice what the pool holds
+constexpr unsigned kThreads = 8;
+constexpr int kRounds = 1500;  // a thread
+constexpr uint64_t kPartBytes = 4096;
+
+uint64_t length_of(uint32_t number) {
+  constexpr uint64_t kLengths[] = {3, 700, 4096, 70'001, 300'000, (2 << 20) + 5'000};
+  return kLengths[number % 6];
+}
+
+// One application thread: what it does is drawn, what it reads is checked.
+class Actor {
+ public:
+  Actor(LocalStore& store, Transfers& transfers, uint64_t seed)
+      : store_(store), transfers_(transfers), random_(seed) {}
+
+  void run() {
+    for (int round = 0; round < kRounds; ++round) step();
+  }
+
+  std::string fault;
+  uint64_t num_checked = 0;
+
+ private:
+  void step() {
+    const auto number = static_cast<uint32_t>(random_() % kKeys);
+    switch (random_() % 12) {
+      case 0:
+      case 1:
+      case 2:
+        return put(number);
+      case 3:
+      case 4:
+      case 5:
+        return get(number);
+      case 6:
+        return hold(number);
+      case 7:
+        return view(number);
+      case 8:
+        return in_background(number);
+      case 9:
+        store_.match(keys_of(number, 8), 0, 1);
+        store_.touch(keys_of(number, 4));
+        return;
+      case 10:
+        if (store_.pin(keys_of(number, 1)) == 1) store_.unpin(keys_of(number, 1));
+        return;
+      default:
+        if (random_() % 100 == 0) {
+          store_.clear();
+        } else {
+          store_.remove(keys_of(number, 1));
+        }
+    }
+  }
+
+  void put(uint32_t number) {
+    const uint32_t attempt = 1 + static_cast<uint32_t>(random_() % 0xFFFFFE);
+    std::vector<uint8_t> bytes = payload(number, attempt, length_of(number));
+    const std::vector<BlockKey> keys = keys_of(number, 1);
+    const std::vector<uint64_t> lengths{bytes.size()};
+    store_.put({keys, 0, lengths, {}, kPartBytes, store_.version(), true}, memory(bytes), limits());
+  }
+
+  void get(uint32_t number) {
+    std::vector<uint8_t> bytes(length_of(number));
+    const GetOutcome outcome = store_.get(keys_of(number, 1), memory(bytes), limits());
+    check(outcome.statuses[0], bytes, number);
+  }
+
+  void hold(uint32_t number) {
+    const auto leases = store_.lookup(keys_of(number, 1), 0, true);
+    if (!leases->items.empty()) {
+      std::vector<uint8_t> bytes(length_of(number));
+      check(store_.read(*leases, 0, memory(bytes), {}, limits()).statuses[0], bytes, number);
+    }
+    store_.release(*leases);
+  }
+
+  void view(uint32_t number) {
+    const auto leases = store_.lookup(keys_of(number, 1), 0, true);
+    if (!leases->items.empty() && store_.session().make_view(*leases)) {
+      const Found& found = *leases->items[0];
+      std::vector<uint8_t> bytes;
+      for (const Extent& extent : store_.node().pool().extents(found.slot, found.length)) {
+        const uint8_t* const start = store_.node().segment().data() + extent.offset;
+        bytes.insert(bytes.end(), start, start + extent.bytes);
+      }
+      check(Status::kOk, bytes, number);
+    }
+    store_.release(*leases);
+  }
+
+  void in_background(uint32_t number) {
+    auto bytes = std::make_shared<std::vector<uint8_t>>(length_of(number));
+    const auto transfer = transfers_.submit(
+        [this, bytes, number](Transfer& running) {
+          running.get = store_.get(keys_of(number, 1), memory(*bytes),
+                                   {limits().deadline, &running.cancelled, true});
+        },
+        false);
+    if (random_() % 2 == 0) transfer->cancelled.store(true);
+    transfers_.wait(*transfer, kNever);
+    check(transfer->get.statuses[0], *bytes, number);
+  }
+
+  void check(Status status, const std::vector<uint8_t>& bytes, uint32_t number) {
+    if (status != Status::kOk || !fault.empty()) return;
+    ++num_checked;
+    fault = payload_fault(bytes, number, payload_attempt(bytes));
+  }
+
+  static std::vector<BlockMemory> memory(std::vector<uint8_t>& bytes) {
+    return {BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())};
+  }
+  static CallLimits limits() { return {monotonic_now() + 20'000 * kMillisecond, nullptr, true}; }
+
+  LocalStore& store_;
+  Transfers& transfers_;
+  std::mt19937_64 random_;
+};
+
+}  // namespace
+
+TEST_CASE("eight threads get exactly what was put or nothing") {
+  NodeOptions options;
+  options.dram_bytes = uint64_t{64} << 20;
+  options.copy_threads = 2;
+  options.view_fraction = 1;
+  std::string error;
+  const auto node = Node::open(options, &error);
+  REQUIRE_MESSAGE(node != nullptr, error);
+  LocalStore first(node, "first", kPartBytes);
+  LocalStore second(node, "second", kPartBytes);  // another namespace over the same memory
+  Transfers transfers;
+  std::vector<Actor> actors;
+  for (unsigned i = 0; i < kThreads; ++i)
+    actors.emplace_back(i % 4 == 0 ? second : first, transfers, i);
+  std::vector<std::thread> threads;
+  for (Actor& actor : actors) threads.emplace_back([&actor] { actor.run(); });
+  for (std::thread& thread : threads) thread.join();
+
+  uint64_t num_checked = 0;
+  for (const Actor& actor : actors) {
+    CHECK(actor.fault == "");
+    num_checked += actor.num_checked;
+  }
+  CHECK(num_checked > 100);  // else nothing was read
+  CHECK(node->blocks().counters().evictions.load() > 0);
+  CHECK(node->blocks().num_leased() == 0);
+  CHECK(node->audit() == "");
+}
+
+}  // namespace kvstore
