@@ -123,9 +123,11 @@ std::shared_ptr<GrantBatch> LocalStore::reserve(const PutRequest& request) {
 }
 
 void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) {
-  while (std::ranges::count(grants.statuses, Status::kOutOfSpace) > 0 && !limits.stopped()) {
-    // Read before the attempt, so that room made between the attempt and the wait is not missed.
+  while (std::ranges::count(grants.statuses, Status::kOutOfSpace) > 0) {
+    // Read before the attempt and before the look at `cancelled`, so that neither room made nor a
+    // cancel is missed between them and the wait.
     const uint64_t frees = node_->frees();
+    if (limits.stopped()) return;
     session_->reserve_more(grants, chain, monotonic_now());
     const auto own = static_cast<uint64_t>(std::ranges::count(grants.statuses, Status::kOk));
     if (std::ranges::count(grants.statuses, Status::kOutOfSpace) == 0) return;
@@ -176,7 +178,7 @@ PutOutcome LocalStore::commit(GrantBatch& grants, size_t end, Status otherwise) 
     if (length != last_length) node_->room_used(length);
     last_length = length;
   }
-  if (end < grants.items.size() || !outcome.message.empty()) node_->room_freed();
+  node_->room_freed();  // what was given up, and what eviction may take from now on
   return outcome;
 }
 

@@ -7,7 +7,7 @@ thread prints all stacks and ends the run: a hang is never silent.
 
 import faulthandler
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,3 +53,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def trace_dir() -> Path:
     """The folder of recorded traces; tests that ask for it carry the marker `trace`."""
     return Path(os.environ["KVSTORE_TRACES"])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A fresh interpreter started here would import the source folder, which has no extension."""
+    here = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("cwd"))
+    yield
+    os.chdir(here)

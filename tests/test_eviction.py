@@ -72,13 +72,13 @@ def test_reads_evict_nothing() -> None:
 
         def read(number: int) -> int:
             got, count = np.zeros(4 * MIB, np.uint8), 0
-            while time.monotonic() < until:
+            while count == 0 or time.monotonic() < until:
                 assert store.get([keys[number % 14]], [got], timeout=30).ok
                 count += 1
             assert is_block(got, number % 14)
             return count
 
-        assert min(pool.map(read, range(16))) > 0
+        assert sum(pool.map(read, range(16))) > 16
         after = store.usage()
         assert after.evictions == before.evictions
         assert after.free_bytes == before.free_bytes

@@ -162,41 +162,73 @@ TEST_CASE("everybody who waits for one transfer is told") {
   CHECK(told.load() == 4);
 }
 
-TEST_CASE("cancelling a put that waits for room ends it at once, whenever it comes") {
-  NodeOptions options;
-  options.dram_bytes = kFrameBytes;
-  std::string error;
-  const auto node = Node::open(options, &error);
-  REQUIRE_MESSAGE(node != nullptr, error);
-  REQUIRE(node->settle(kNever));
-  LocalStore store(node, "first", kOpaquePartBytes);
-  LocalStore writer(node, "first", kOpaquePartBytes);
-  // Somebody else's put has all the memory, and might end at any moment.
-  const std::vector<BlockKey> taken = keys_of(1, 1);
-  const std::vector<BlockKey> wanted = keys_of(2, 1);
-  const std::vector<uint64_t> lengths{kFrameBytes};
-  const auto grants = writer.reserve({taken, 0, lengths, {}, kOpaquePartBytes, 1, true});
-  REQUIRE(grants->statuses[0] == Status::kOk);
-  std::vector<uint8_t> bytes(kFrameBytes);
-  const std::vector<BlockMemory> memory{
-      BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())};
-  Transfers transfers;
-  std::mt19937_64 random(3);
-  for (int round = 0; round < 3000; ++round) {
-    const auto transfer = transfers.submit(
-        [&](Transfer& running) {
-          running.put = store.put({wanted, 0, lengths, {}, kOpaquePartBytes, 1, true}, memory,
-                                  {monotonic_now() + 60'000 * kMillisecond, &running.cancelled});
+// A node of one frame, and somebody else's put that has all of it.
+struct FullNode {
+  FullNode() {
+    NodeOptions options;
+    options.dram_bytes = kFrameBytes;
+    std::string error;
+    node = Node::open(options, &error);
+    REQUIRE_MESSAGE(node != nullptr, error);
+    REQUIRE(node->settle(kNever));
+    store = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
+    writer = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
+    grants = writer->reserve({taken, 0, lengths, {}, kOpaquePartBytes, 1, true});
+    REQUIRE(grants->statuses[0] == Status::kOk);
+  }
+  std::shared_ptr<Transfer> put() {
+    return transfers.submit(
+        [this](Transfer& running) {
+          running.put = store->put({wanted, 0, lengths, {}, kOpaquePartBytes, 1, true}, memory,
+                                   {monotonic_now() + 60'000 * kMillisecond, &running.cancelled});
         },
         false);
-    for (uint64_t spin = random() % 3000; spin > 0; --spin) node->frees();
+  }
+  bool wait(Transfer& transfer) {
+    return transfers.wait(transfer, monotonic_now() + 20'000 * kMillisecond);
+  }
+
+  std::vector<BlockKey> taken = keys_of(1, 1);
+  std::vector<BlockKey> wanted = keys_of(2, 1);
+  std::vector<uint64_t> lengths{kFrameBytes};
+  std::vector<uint8_t> bytes = payload(2, 1, kFrameBytes);
+  std::vector<BlockMemory> memory{
+      BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())};
+  std::shared_ptr<Node> node;
+  std::unique_ptr<LocalStore> store, writer;
+  std::shared_ptr<GrantBatch> grants;
+  Transfers transfers;  // the last: its work uses the others
+};
+
+TEST_CASE("cancelling a put that waits for room ends it at once, whenever it comes") {
+  FullNode full;
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 3000; ++round) {
+    const auto transfer = full.put();
+    for (uint64_t spin = random() % 3000; spin > 0; --spin) full.node->frees();
     transfer->cancelled.store(true);
-    node->room_freed();
-    REQUIRE(transfers.wait(*transfer, monotonic_now() + 30'000 * kMillisecond));
+    full.node->room_freed();
+    REQUIRE(full.wait(*transfer));
     REQUIRE(transfer->put.statuses[0] == Status::kCancelled);
   }
-  writer.commit(*grants, 0, Status::kCancelled);
-  CHECK(node->audit() == "");
+  full.writer->commit(*full.grants, 0, Status::kCancelled);
+  CHECK(full.node->audit() == "");
+}
+
+TEST_CASE("a put that waits has the room as soon as another's put ends, either way") {
+  for (const bool commits : {false, true}) {
+    CAPTURE(commits);
+    FullNode full;
+    const auto transfer = full.put();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it waits by now
+    CHECK_FALSE(transfer->done.load());
+    if (commits) full.writer->write(*full.grants, full.memory, {}, {});
+    full.writer->commit(*full.grants, commits ? 1 : 0, Status::kCancelled);
+    CHECK(full.grants->statuses[0] == (commits ? Status::kOk : Status::kCancelled));
+    REQUIRE(full.wait(*transfer));
+    CHECK(transfer->put.statuses[0] == Status::kOk);
+    CHECK(full.node->audit() == "");
+  }
 }
 
 }  // namespace kvstore
