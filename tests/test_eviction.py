@@ -59,7 +59,8 @@ def test_prefix_outlives_its_suffix() -> None:
             held = store.exists(keys).tolist()
             assert held == sorted(held, reverse=True), "a block is gone and a later one is held"
             lengths.add(sum(held))
-        assert lengths >= {0, 1, 5, 9}  # it went block by block, the last one first
+        assert 0 in lengths  # it went little by little, the last one first
+        assert len(lengths) > 4
 
 
 def test_reads_evict_nothing() -> None:
