@@ -22,7 +22,7 @@ void require(bool holds, const char* rule) {
 
 uint32_t cells_per_frame(SizeClass size_class) {
   if (size_class < 2) return size_class + 2U;
-  const uint32_t rank = size_class - 2U;
+  const uint32_t rank = std::min<uint32_t>(size_class, kNumClasses - 1) - 2U;
   return (4 + rank % 4) << (rank / 4);
 }
 

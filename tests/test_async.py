@@ -146,7 +146,7 @@ def test_dropping_transfer_and_buffer_at_once_is_safe() -> None:
 
 
 def test_blocks_of_an_open_transfer_are_not_evicted() -> None:
-    keys, count = 0, 8
+    num_ok, count = 0, 8
     stop = threading.Event()
     with opened(dram=16 * MIB) as store, ThreadPoolExecutor(1) as pool:
 
@@ -166,10 +166,10 @@ def test_blocks_of_an_open_transfer_are_not_evicted() -> None:
             for i in range(count):
                 assert result[i] in (Status.OK, Status.MISS)
                 assert result[i] is Status.MISS or is_block(got[i], i, round_number)
-                keys += result[i] is Status.OK
+                num_ok += result[i] is Status.OK
         stop.set()
         assert filling.result() > 0
-        assert keys > 40
+        assert num_ok > 10
         assert store.usage().evictions > 100
 
 
@@ -303,22 +303,21 @@ def test_python_runs_while_native_calls_wait() -> None:
         return count / seconds
 
     with opened(dram=4 * MIB) as store, ThreadPoolExecutor(4) as pool:
-        held = fill(store, 2 * MIB)
         free, waiting = [], []
-        for _ in range(4):  # the best of several: the machine may be busy with other things
+        for number in range(5):  # the best of several: the machine may be busy with other things
             free.append(rate(0.1))
-            with store.match_prefix(held):
-                transfer = store.put_async(["x"], [bytes(MIB)], timeout=0.4)
+            with store.match_prefix(fill(store, 2 * MIB, f"{number}.")):
+                transfer = store.put_async(["x"], [bytes(MIB)], timeout=30)
                 calls = [
-                    pool.submit(store.wait, ["absent"], 0.4),
-                    pool.submit(store.wait, ["absent"], 0.4),
-                    pool.submit(transfer.wait, 5),
-                    pool.submit(store.put, ["y"], [bytes(MIB)], timeout=0.4),
+                    pool.submit(store.wait, ["y"], 30),
+                    pool.submit(store.wait, ["x", "y"], 30),
+                    pool.submit(transfer.wait, 30),
+                    pool.submit(store.put, ["y"], [bytes(MIB)], timeout=30),
                 ]
-                waiting.append(rate(0.2))
+                waiting.append(rate(0.1))
                 assert not any(call.done() for call in calls)
-                for call in calls:
-                    call.result()
+            assert all(call.result() for call in calls)
+            store.remove(["x", "y"])
         assert max(waiting) >= 0.5 * max(free)
 
 

@@ -218,11 +218,10 @@ def test_a_wait_that_ends_at_its_deadline_keeps_the_leading_run(call: str) -> No
 
 def test_lapsed_leases_make_room_while_a_put_waits() -> None:
     with opened(lease_s=0.2) as store:
-        held = fill(store)
+        held, began = fill(store), time.monotonic()
         with store.match_prefix(held) as hit:
-            began = time.monotonic()
             assert put_one(store, "x", timeout=20) is Status.OK
-            assert 0.1 < time.monotonic() - began < 5
+            assert 0.2 <= time.monotonic() - began < 5
         assert hit.held is False
 
 
@@ -261,7 +260,7 @@ def test_read_under_a_lapsed_lease_is_exact_or_refused() -> None:
                 filling = pool.submit(fill_three_times, round_number)
                 if round_number % 2:
                     filling.result()
-                else:  # while the leases lapse
+                elif round_number % 4:  # while the leases lapse
                     time.sleep(random.random() * 0.006)
                 try:
                     result = hit.read(list(got))

@@ -357,8 +357,8 @@ def test_hits_after_clear_are_never_older_than_the_clear() -> None:
         cleared = pool.submit(clear)
         readers = [pool.submit(read, i) for i in range(2)]
         assert all(future.result() for future in [pool.submit(write, i) for i in range(writers)])
-        assert sum(reader.result() for reader in readers) > 100
-        assert cleared.result() > 20
+        assert sum(reader.result() for reader in readers) > 10
+        assert cleared.result() > 5
 
 
 def use_a_store(barrier: Any) -> None:
