@@ -142,8 +142,7 @@ class Scenario {
   std::shared_ptr<GrantBatch> reserve(const std::shared_ptr<Session>& by,
                                       const std::vector<BlockKey>& chain, uint64_t kib) {
     const std::vector<uint64_t> lengths(chain.size(), kib << 10);
-    return by->reserve({chain, 0, lengths, {}, kOpaquePartBytes, core_->space.version, true},
-                       now_);
+    return by->reserve({chain, 0, lengths, {}, kOpaquePartBytes, core_->space.version, true}, now_);
   }
   void write(GrantBatch& batch, uint32_t attempt, bool first, bool rest) {
     for (size_t i = 0; i < batch.items.size(); ++i) {
@@ -170,8 +169,9 @@ class Scenario {
       for (size_t i = 0; i < batch->items.size(); ++i) {
         const std::string name = name_of_key(batch->items[i].key);
         const bool granted = batch->statuses[i] == Status::kOk;
-        say(name + ": " + (granted ? "granted " + place(batch->items[i].taken.slot)
-                                   : name_of(batch->statuses[i])));
+        say(name + ": " +
+            (granted ? "granted " + place(batch->items[i].taken.slot)
+                     : name_of(batch->statuses[i])));
       }
     } else if (words[0] == "write") {
       Put& put = puts_.at(words[1]);
