@@ -120,6 +120,7 @@ class Store {
 
   uint64_t part_bytes() const { return part_bytes_; }
   pid_t pid() const { return pid_; }
+  bool closed() const { return closed_.load(); }
 
  private:
   std::shared_ptr<Transfer> submit(std::function<void(Transfer&)> work, bool here);

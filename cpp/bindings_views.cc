@@ -208,12 +208,8 @@ class Grants {
   Grants(std::shared_ptr<Store> store, std::shared_ptr<GrantBatch> batch)
       : store_(std::move(store)), batch_(std::move(batch)) {}
   ~Grants() {
-    if (getpid() != store_->pid() || ended_) return;
-    try {
-      end(0);
-    } catch (const py::error_already_set&) {
-      // The store was closed before: that gave the slots back.
-    }
+    // A store that was closed before has given the slots back.
+    if (getpid() == store_->pid() && !ended_ && !store_->closed()) end(0);
   }
   Grants(const Grants&) = delete;
   Grants& operator=(const Grants&) = delete;

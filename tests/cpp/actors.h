@@ -145,6 +145,9 @@ class Writer final : public Peer {
     std::vector<Status> expected(items_.size());
     for (size_t i = 0; i < items_.size(); ++i) {
       expected[i] = batch_->statuses[i];
+      if (expected[i] == Status::kExists && batch_->version != session_->space().version.load()) {
+        expected[i] = Status::kStale;  // it was held at reserve, and cleared since
+      }
       if (items_[i].attempt == 0) continue;
       checker().written(items_[i].attempt);
       expected[i] = i < upto ? checker().expected(items_[i].attempt) : Status::kCancelled;
