@@ -65,7 +65,8 @@ Blocks::Blocks(Segment& segment, Pool& pool, const Options& options)
     : segment_(segment),
       pool_(pool),
       options_(options),
-      stripes_(std::make_unique<Stripe[]>(kStripes)) {
+      stripes_(std::make_unique<Stripe[]>(kStripes)),
+      held_in_(std::make_unique<std::atomic<uint32_t>[]>(segment.num_frames())) {
   for (uint32_t number = 0; number < kStripes; ++number) {
     stripes_[number].number = number;
     stripes_[number].policy = std::make_unique<LruPolicy>();
@@ -289,6 +290,7 @@ void Blocks::release(EntryRef ref) {
   if (!entry.has(Entry::kDoomed)) {
     become_idle(stripe, id);
   } else if (entry.num_leases == 0) {
+    count_held(entry, -1);
     finish(stripe, id);
   }
 }
@@ -407,7 +409,9 @@ void Blocks::drop(Stripe& stripe, uint32_t id, Reason reason) {
     counters_.removals.fetch_add(1, std::memory_order_relaxed);
   }
   entry.flags |= Entry::kDoomed;
-  if (entry.num_leases == 0) finish(stripe, id);
+  if (entry.num_leases > 0) return;
+  if (entry.num_pins > 0) count_held(entry, -1);
+  finish(stripe, id);
 }
 
 void Blocks::finish(Stripe& stripe, uint32_t id) {
@@ -417,7 +421,9 @@ void Blocks::finish(Stripe& stripe, uint32_t id) {
 
 // REQUIRES: called before the count that makes it busy is raised.
 void Blocks::become_busy(const Entry& entry) {
-  if (!entry.busy()) num_evictable_.fetch_sub(1, std::memory_order_relaxed);
+  if (entry.busy()) return;
+  num_evictable_.fetch_sub(1, std::memory_order_relaxed);
+  count_held(entry, 1);
 }
 
 // REQUIRES: called after a count was lowered.
@@ -425,10 +431,17 @@ void Blocks::become_idle(Stripe& stripe, uint32_t id) {
   Entry& entry = stripe.entry(id);
   if (entry.busy()) return;
   num_evictable_.fetch_add(1, std::memory_order_relaxed);
+  count_held(entry, -1);
   if (!entry.has(Entry::kParked)) return;
   entry.flags &= static_cast<uint8_t>(~Entry::kParked);
   stripe.policy->insert(id, entry.size_class, stripe.policy->stamp_of(id));
   publish(stripe, entry.size_class);
+}
+
+void Blocks::count_held(const Entry& entry, int change) {
+  if (entry.size_class == kLargeClass) return;
+  const uint64_t frame = segment_.header(entry.slot).offset / kFrameBytes;
+  held_in_[frame].fetch_add(static_cast<uint32_t>(change), std::memory_order_relaxed);
 }
 
 void Blocks::publish(const Stripe& stripe, SizeClass size_class) {

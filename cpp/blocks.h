@@ -176,6 +176,7 @@ class Blocks {
   void finish(Stripe& stripe, uint32_t id);               // no lease left: memory and entry go
   void become_busy(const Entry& entry);
   void become_idle(Stripe& stripe, uint32_t id);
+  void count_held(const Entry& entry, int change);
   void publish(const Stripe& stripe, SizeClass size_class);
   void count_shape(SlotId slot, SizeClass size_class, int change);
 
@@ -202,6 +203,9 @@ class Blocks {
   size_t slab_used_ = PrivateSlab::kBytes;           // of the last one
   const Options options_;
   std::unique_ptr<Stripe[]> stripes_;
+  // Small blocks under lease or pin in each frame: a frame with one cannot go whole, and is not
+  // walked to find that out.
+  std::unique_ptr<std::atomic<uint32_t>[]> held_in_;
   std::atomic<bool> growing_{false};
   std::atomic<uint64_t> batch_{1};
   std::atomic<int64_t> num_evictable_{0};

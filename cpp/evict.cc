@@ -111,6 +111,7 @@ bool Blocks::evict_beside(SizeClass size_class, Stamp stamp_limit) {
 // All blocks in a frame go, or none: true if the frame holds nothing afterwards that this call
 // found there.
 bool Blocks::evict_frame(uint32_t frame, Stamp stamp_limit) {
+  if (held_in_[frame].load(std::memory_order_relaxed) > 0) return false;
   const Pool::FrameTenants tenants = pool_.tenants(frame);
   if (!tenants.in_use) return false;
   for (const auto& [slot, ref] : tenants.tenants) {
@@ -191,6 +192,7 @@ struct Blocks::Census {
   uint64_t leases = 0;
   uint64_t pinned = 0;
   int64_t evictable = 0;
+  std::vector<uint32_t> held_in;  // by frame
 };
 
 std::string Blocks::audit_stripe(const Stripe& stripe, Census* census) const {
@@ -208,6 +210,8 @@ std::string Blocks::audit_stripe(const Stripe& stripe, Census* census) const {
     ++census->slots;
     census->leases += entry.num_leases;
     const SlotHeader& header = segment_.header(entry.slot);
+    if (entry.busy() && entry.size_class != kLargeClass)
+      ++census->held_in[header.offset / kFrameBytes];
     if (header.key != entry.key) return name + ": an entry's slot holds another key";
     if (crc32c(0, entry.parts().data(), entry.parts().size_bytes()) != header.content_id) {
       return name + ": a content id does not match its part table";
@@ -238,6 +242,7 @@ std::string Blocks::audit_stripe(const Stripe& stripe, Census* census) const {
 
 std::string Blocks::audit(uint64_t grants, uint64_t leases) const {
   Census census;
+  census.held_in.resize(segment_.num_frames());
   {
     const std::lock_guard lock(namespaces_mutex_);
     census.by_namespace.resize(namespaces_.size());
@@ -250,6 +255,10 @@ std::string Blocks::audit(uint64_t grants, uint64_t leases) const {
   if (census.leases != leases) return "table and sessions differ in leases";
   if (census.pinned != num_pinned()) return "pins are miscounted";
   if (census.evictable != num_evictable()) return "evictable blocks are miscounted";
+  for (uint32_t frame = 0; frame < segment_.num_frames(); ++frame) {
+    if (census.held_in[frame] != held_in_[frame].load())
+      return "a frame's held blocks are miscounted";
+  }
   const uint64_t taken = pool_.usage().slots;
   if (census.slots + grants != taken) {
     return "table and grants hold " + std::to_string(census.slots + grants) +

@@ -182,15 +182,20 @@ bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
     lapse = std::min(lapse, session->first_lapse());
   }
   if (revoked > 0) return true;
-  if (!populating() && granted <= own && lapse == kNever) return frees_.load() != frees;
   // A lapse gives no signal, nor does the end of a read under a lapsed lease: look again then.
   const Nanos again = lapse == kNever ? deadline : std::max(lapse + 1, now + kLookAgain);
   num_waiting_.fetch_add(1);
   std::unique_lock lock(mutex_);
-  room_.wait_until(lock, to_time_point(std::min(deadline, again)),
-                   [&] { return stopping_ || frees_.load() != frees; });
+  granted_to_waiting_ += own;
+  // Puts that all wait for one another would wait for ever: the last to come takes what it has.
+  const bool hopeless = !populating() && granted <= granted_to_waiting_ && lapse == kNever;
+  if (!hopeless) {
+    room_.wait_until(lock, to_time_point(std::min(deadline, again)),
+                     [&] { return stopping_ || frees_.load() != frees; });
+  }
+  granted_to_waiting_ -= own;
   num_waiting_.fetch_sub(1);
-  return !stopping_;
+  return hopeless ? frees_.load() != frees : !stopping_;
 }
 
 bool Node::settle(Nanos deadline) {

@@ -113,6 +113,7 @@ class Node {
   std::condition_variable room_;  // somebody may find room now
   std::atomic<uint64_t> frees_{0};
   std::atomic<uint32_t> num_waiting_{0};  // in wait_for_room
+  uint64_t granted_to_waiting_ = 0;       // their `own`
   std::condition_variable evict_;         // the evicting thread has work
   std::thread populator_;
   std::thread evictor_;

@@ -134,8 +134,9 @@ void Session::keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now) {
 }
 
 std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size_t skip, bool run,
-                                            Nanos now) {
+                                            Nanos now, bool begin_read) {
   auto batch = std::make_shared<LeaseBatch>();
+  batch->reading = begin_read ? 1 : 0;
   const uint64_t number = blocks_.next_batch();
   blocks_.for_each(keys.first(skip), [&](size_t depth) {
     blocks_.touch(keys[depth], space_, make_stamp(number, depth));
@@ -274,7 +275,7 @@ void Session::end() {
     }
     for (const auto& batch : copying) {
       batch->release_asked = true;
-      if (batch->reading == 0) let_go(*batch, false);
+      if (batch->reading == 0) let_go(*batch, true);
     }
   }
   for (const AttemptId& attempt : attempts) abort(attempt);

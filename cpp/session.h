@@ -108,9 +108,10 @@ class Session {
   bool abort(const AttemptId& id) { return commit(id, 0, Status::kCancelled); }
 
   // ---- get: lookup → read → release
-  // Leases every key that is held; with `run`, only the leading run.
+  // Leases every key that is held; with `run`, only the leading run; with `begin_read` as if that
+  // had been called, so that not even the shortest lease can lapse before.
   std::shared_ptr<LeaseBatch> lookup(std::span<const BlockKey> keys, size_t skip, bool run,
-                                     Nanos now);
+                                     Nanos now, bool begin_read = false);
   // Between begin_read (true) and end_read nothing under the lease moves.
   bool begin_read(LeaseBatch& batch);
   void end_read(LeaseBatch& batch);

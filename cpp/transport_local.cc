@@ -186,8 +186,9 @@ PutOutcome LocalStore::commit(GrantBatch& grants, size_t end, Status otherwise) 
 
 GetOutcome LocalStore::get(std::span<const BlockKey> keys, const std::vector<BlockMemory>& blocks,
                            const CallLimits& limits) {
-  const auto leases = lookup(keys, 0, false);
+  const auto leases = session_->lookup(keys, 0, false, monotonic_now(), true);
   GetOutcome outcome = read(*leases, 0, blocks, {}, limits);
+  session_->end_read(*leases);
   release(*leases);
   return outcome;
 }

@@ -42,7 +42,7 @@ inline Plan draw_plan(std::mt19937_64& random) {
   plan.writers = static_cast<uint32_t>(2 + upto(4));
   plan.readers = static_cast<uint32_t>(1 + upto(3));
   plan.viewers = static_cast<uint32_t>(upto(2));
-  plan.view_permille = upto(1) == 0 ? 1000 : upto(200);
+  plan.view_permille = upto(1) == 0 ? 1000 : upto(100);
   plan.stuck_permille = upto(1) == 0 ? 1000 : upto(50);
   plan.stop_permille = half_the_time(100);
   plan.abort_permille = upto(300);

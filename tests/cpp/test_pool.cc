@@ -348,6 +348,19 @@ TEST_CASE("the pool agrees with a list of byte ranges") {
   }
 }
 
+TEST_CASE("the tail of a kept large slot is room for a small block") {
+  SmallPool small(3);
+  small.take(3000);  // so that the frame of tails is in use
+  const SlotId large = small.take(kFrameBytes + 3000);
+  small.pool.free(large);
+  const Shape shape = shape_of(3000);
+  const uint64_t said = small.pool.free_slots(shape, UINT64_MAX);
+  CHECK(said == 3 * cells_per_frame(shape.tail) - 1);
+  uint64_t got = 0;
+  while (small.pool.take(3000)) ++got;
+  CHECK(got == said);
+}
+
 TEST_CASE("free_slots says what take hands out") {
   static constexpr uint64_t kSizes[] = {
       40, 3000, 300 * kKiB, kMiB, kFrameBytes, 3 * kMiB - 5, 2 * kFrameBytes + 3000};

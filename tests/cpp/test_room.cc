@@ -236,11 +236,9 @@ TEST_CASE("churn of mixed sizes never runs out of space while evictable frames s
       ++refused;
     }
     // Readers come and go; now and then they let nothing go, until they hold nearly all of the
-    // pool. Tiny blocks, that keep a frame of thousands from going whole, at the end only: it
-    // takes long.
+    // pool.
     const bool greedy = put / 1000 % 10 == 9;
-    const bool holdable = status == Status::kOk && (length > 2000 || put > 49'000);
-    if (holdable && (greedy || churn.random() % 4 == 0)) {
+    if (status == Status::kOk && (greedy || churn.random() % 4 == 0)) {
       churn.held.push_back(*churn.core.blocks.lease(key, churn.core.space, stamp));
       churn.held_bytes += length;
     }

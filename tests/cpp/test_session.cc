@@ -335,6 +335,8 @@ TEST_CASE("the end of a session ends its copying leases, a read under way first"
   CHECK_FALSE(peer.session.begin_read(*read));
   peer.session.end_read(*read);
   CHECK(peer.session.num_leased() == 0);
+  CHECK(peer.session.release(*idle) == Released::kRevoked);  // what was copied by it proves nothing
+  CHECK(peer.session.release(*read) == Released::kHeld);
   CHECK(peer.audit() == "");
 }
 

@@ -115,19 +115,19 @@ TEST_CASE("seeded random schedules keep every promise and heal") {
   printf("\n");
   CHECK(tally.committed > 1000);
   CHECK(tally.reads > 1000);
-  CHECK(tally.existed > 50);
-  CHECK(tally.stale > 50);
-  CHECK(tally.refused > 50);
-  CHECK(tally.aborted > 50);
-  CHECK(tally.late > 50);
-  CHECK(tally.stops > 50);
-  CHECK(tally.corrupt > 50);
-  CHECK(tally.revoked > 50);
-  CHECK(tally.views > 50);
-  CHECK(tally.views_refused > 50);
-  CHECK(tally.deaths > 50);
-  CHECK(tally.stuck > 50);
-  CHECK(tally.evictions > 50);
+  CHECK(tally.existed > 20);
+  CHECK(tally.stale > 20);
+  CHECK(tally.refused > 20);
+  CHECK(tally.aborted > 20);
+  CHECK(tally.late > 20);
+  CHECK(tally.stops > 20);
+  CHECK(tally.corrupt > 20);
+  CHECK(tally.revoked > 20);
+  CHECK(tally.views > 20);
+  CHECK(tally.views_refused > 20);
+  CHECK(tally.deaths > 20);
+  CHECK(tally.stuck > 20);
+  CHECK(tally.evictions > 20);
 }
 
 }  // namespace

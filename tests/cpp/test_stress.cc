@@ -1,4 +1,5 @@
-// Eight threads on one node, through the store as applications use it. Made for the sanitizers.
+// Eight threads on one node, through the store as applications use it, with leases that lapse while
+// they are read by, and somebody who asks for figures all the time. Made for the sanitizers.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -16,7 +17,7 @@ namespace {
 
 constexpr uint32_t kKeys = 300;  // twice what the pool holds
 constexpr unsigned kThreads = 8;
-constexpr int kRounds = 1500;  // a thread
+constexpr int kRounds = 800;  // a thread
 constexpr uint64_t kPartBytes = 4096;
 
 uint64_t length_of(uint32_t number) {
@@ -54,13 +55,14 @@ class Actor {
       case 7:
         return view(number);
       case 8:
-        return in_background(number);
+        return random_() % 2 == 0 ? get_in_background(number) : put_in_background(number);
       case 9:
         store_.match(keys_of(number, 8), 0, 1);
         store_.touch(keys_of(number, 4));
         return;
       case 10:
         if (store_.pin(keys_of(number, 1)) == 1) store_.unpin(keys_of(number, 1));
+        store_.session().revoke_overdue(monotonic_now());
         return;
       default:
         if (random_() % 100 == 0) {
@@ -72,8 +74,7 @@ class Actor {
   }
 
   void put(uint32_t number) {
-    const uint32_t attempt = 1 + static_cast<uint32_t>(random_() % 0xFFFFFE);
-    std::vector<uint8_t> bytes = payload(number, attempt, length_of(number));
+    std::vector<uint8_t> bytes = payload(number, new_attempt(), length_of(number));
     const std::vector<BlockKey> keys = keys_of(number, 1);
     const std::vector<uint64_t> lengths{bytes.size()};
     store_.put({keys, 0, lengths, {}, kPartBytes, store_.version(), true}, memory(bytes), limits());
@@ -87,6 +88,7 @@ class Actor {
 
   void hold(uint32_t number) {
     const auto leases = store_.lookup(keys_of(number, 1), 0, true);
+    if (random_() % 4 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // lapses
     if (!leases->items.empty()) {
       std::vector<uint8_t> bytes(length_of(number));
       check(store_.read(*leases, 0, memory(bytes), {}, limits()).statuses[0], bytes, number);
@@ -108,17 +110,34 @@ class Actor {
     store_.release(*leases);
   }
 
-  void in_background(uint32_t number) {
+  void get_in_background(uint32_t number) {
     auto bytes = std::make_shared<std::vector<uint8_t>>(length_of(number));
-    const auto transfer = transfers_.submit(
-        [this, bytes, number](Transfer& running) {
-          running.get = store_.get(keys_of(number, 1), memory(*bytes),
-                                   {limits().deadline, &running.cancelled, true});
-        },
-        false);
-    if (random_() % 2 == 0) transfer->cancelled.store(true);
-    transfers_.wait(*transfer, kNever);
-    check(transfer->get.statuses[0], *bytes, number);
+    finish(*submit([this, bytes, number](Transfer& running) {
+      running.get = store_.get(keys_of(number, 1), memory(*bytes), limits(&running.cancelled));
+      check(running.get.statuses[0], *bytes, number);
+    }));
+  }
+
+  void put_in_background(uint32_t number) {
+    auto bytes =
+        std::make_shared<std::vector<uint8_t>>(payload(number, new_attempt(), length_of(number)));
+    finish(*submit([this, bytes, number](Transfer& running) {
+      const std::vector<BlockKey> keys = keys_of(number, 1);
+      const std::vector<uint64_t> lengths{bytes->size()};
+      running.put = store_.put({keys, 0, lengths, {}, kPartBytes, store_.version(), true},
+                               memory(*bytes), limits(&running.cancelled));
+    }));
+  }
+
+  std::shared_ptr<Transfer> submit(std::function<void(Transfer&)> work) {
+    return transfers_.submit(std::move(work), false);
+  }
+  void finish(Transfer& transfer) {
+    if (random_() % 2 == 0) {
+      transfer.cancelled.store(true);
+      store_.node().room_freed();
+    }
+    transfers_.wait(transfer, kNever);
   }
 
   void check(Status status, const std::vector<uint8_t>& bytes, uint32_t number) {
@@ -130,7 +149,10 @@ class Actor {
   static std::vector<BlockMemory> memory(std::vector<uint8_t>& bytes) {
     return {BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())};
   }
-  static CallLimits limits() { return {monotonic_now() + 20'000 * kMillisecond, nullptr, true}; }
+  uint32_t new_attempt() { return 1 + static_cast<uint32_t>(random_() % 0xFFFFFE); }
+  static CallLimits limits(const std::atomic<bool>* cancelled = nullptr) {
+    return {monotonic_now() + 20'000 * kMillisecond, cancelled};
+  }
 
   LocalStore& store_;
   Transfers& transfers_;
@@ -144,6 +166,7 @@ TEST_CASE("eight threads get exactly what was put or nothing") {
   options.dram_bytes = uint64_t{64} << 20;
   options.copy_threads = 2;
   options.view_fraction = 1;
+  options.lease = kMillisecond;
   std::string error;
   const auto node = Node::open(options, &error);
   REQUIRE_MESSAGE(node != nullptr, error);
@@ -155,7 +178,19 @@ TEST_CASE("eight threads get exactly what was put or nothing") {
     actors.emplace_back(i % 4 == 0 ? second : first, transfers, i);
   std::vector<std::thread> threads;
   for (Actor& actor : actors) threads.emplace_back([&actor] { actor.run(); });
+  std::atomic<bool> stopping{false};
+  std::thread observer([&] {
+    while (!stopping.load()) {
+      node->describe_shortage(kFrameBytes);
+      node->stuck_bytes();
+      node->pool().usage();
+      node->blocks().list(first.session().space());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
   for (std::thread& thread : threads) thread.join();
+  stopping.store(true);
+  observer.join();
 
   uint64_t num_checked = 0;
   for (const Actor& actor : actors) {
@@ -164,7 +199,10 @@ TEST_CASE("eight threads get exactly what was put or nothing") {
   }
   CHECK(num_checked > 100);  // else nothing was read
   CHECK(node->blocks().counters().evictions.load() > 0);
+  CHECK(node->settle(monotonic_now() + 20'000 * kMillisecond));
+  CHECK(node->num_granted() == 0);
   CHECK(node->blocks().num_leased() == 0);
+  CHECK(node->limits().view_bytes == 0);
   CHECK(node->audit() == "");
 }
 
