@@ -4,7 +4,8 @@ Every figure is a ratio of two things measured alternately, a slice of each at a
 noisy neighbour hits both: medians over rounds. Source and target have 1 GiB each (--gib), blocks
 are taken in random order, all payloads are compared at the end. memcpy is the C library's, one
 thread, called once a block over the same blocks in the same order (through ctypes: about 0.3 us a
-call). "warm": all memory was touched before; "cold": the target's pages are new to the process.
+call). "warm": all memory was touched before. "cold": a new store, and targets whose pages are new to the
+process (for get and for the memcpy beside it; a store's own memory is touched in the background).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import _core
+from kvstore.keys import make_keys
 
 Blocks = npt.NDArray[np.uint8]
 MIB = 1 << 20
@@ -54,17 +56,27 @@ class Copies:
         self.batch = batch
         self.count = total // block_bytes
         self.per_slice = SLICE_BYTES // block_bytes
-        spec = kvstore.BlockSpec(model="bench", block_bytes=block_bytes)
-        self.store = kvstore.open(
-            spec, dram=total + 64 * MIB, copy_threads=threads, timeout_s=60, reserve_blocks=1
-        )
-        self.store.settle(120)
+        self.spec = kvstore.BlockSpec(model="bench", block_bytes=block_bytes)
+        self.threads = threads
         rng = np.random.default_rng(1)
         self.rng = rng
         self.source = rng.integers(0, 256, total, np.uint8).reshape(self.count, block_bytes)
         self.target = np.ones_like(self.source)
         self.copied = np.ones_like(self.source)
-        self.keys = self.store.keys(np.arange(self.count * spec.block_tokens, dtype=np.uint32))
+        tokens = np.arange(self.count * self.spec.block_tokens, dtype=np.uint32)
+        self.keys = make_keys(self.spec, tokens)
+
+    def open(self) -> kvstore.Store:
+        """A store whose memory is there, and holds nothing yet."""
+        store = kvstore.open(
+            self.spec,
+            dram=self.source.nbytes + 64 * MIB,
+            copy_threads=self.threads,
+            timeout_s=60,
+            reserve_blocks=1,
+        )
+        store.settle(120)
+        return store
 
     def _batches(
         self, order: npt.NDArray[np.int64], blocks: Blocks
@@ -72,53 +84,90 @@ class Copies:
         batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
         return [(kvstore.Keys(self.keys.array[b]), [blocks[i] for i in b]) for b in batches]
 
-    def put(self, order: npt.NDArray[np.int64]) -> float:
+    def put(self, store: kvstore.Store, order: npt.NDArray[np.int64]) -> float:
         """Seconds to put these blocks."""
         batches = self._batches(order, self.source)
         began = time.perf_counter()
         for keys, blocks in batches:
-            result = self.store.put(keys, blocks, chain=False)
+            result = store.put(keys, blocks, chain=False)
             if not result.ok:
                 raise SystemExit(f"put failed: {result}")
         return time.perf_counter() - began
 
-    def get(self, order: npt.NDArray[np.int64], target: Blocks) -> float:
+    def get(self, store: kvstore.Store, order: npt.NDArray[np.int64], target: Blocks) -> float:
         """Seconds to get these blocks into their places in `target`."""
         batches = self._batches(order, target)
         began = time.perf_counter()
         for keys, blocks in batches:
-            result = self.store.get(keys, blocks)
+            result = store.get(keys, blocks)
             if not result.ok:
                 raise SystemExit(f"get failed: {result}")
         return time.perf_counter() - began
 
-    def round(self, target: Blocks, copied: Blocks) -> dict[str, float]:
+    def warm_round(self, store: kvstore.Store) -> dict[str, float]:
         """Seconds for all blocks by memcpy, put and get, in turn slice by slice."""
-        self.store.remove(self.keys)
+        store.remove(self.keys)
         seconds = {"memcpy": 0.0, "put": 0.0, "get": 0.0}
         order = self.rng.permutation(self.count)
         for part in slices(order, self.per_slice):
             to = self.rng.permutation(part)
-            seconds["memcpy"] += memcpy_blocks(copied, self.source, to.tolist(), part.tolist())
-            seconds["put"] += self.put(part)
-            seconds["get"] += self.get(self.rng.permutation(part), target)
+            seconds["memcpy"] += memcpy_blocks(self.copied, self.source, to.tolist(), part.tolist())
+            seconds["put"] += self.put(store, part)
+            seconds["get"] += self.get(store, self.rng.permutation(part), self.target)
         return seconds
 
+    def cold_round(self) -> dict[str, float]:
+        """As before, with a new store and with targets whose pages are new to the process; put is
+        compared with a memcpy to touched memory, since a store's memory is touched before."""
+        seconds = {"memcpy": 0.0, "memcpy_cold": 0.0, "put": 0.0, "get": 0.0}
+        order = self.rng.permutation(self.count)
+        targets = [np.empty_like(self.source) for _ in range(2)]
+        with self.open() as store:
+            for number, part in enumerate(slices(order, self.per_slice)):
+                to = self.rng.permutation(part)
+                # Who goes first changes, so that neither always meets the fresher memory.
+                turns = [
+                    lambda part=part, to=to: ("memcpy_cold", self._copy(targets[0], to, part)),
+                    lambda to=to: ("get", self.get(store, to, targets[1])),
+                ]
+                seconds["memcpy"] += self._copy(self.copied, to, part)
+                seconds["put"] += self.put(store, part)
+                for turn in turns if number % 2 == 0 else turns[::-1]:
+                    kind, taken = turn()
+                    seconds[kind] += taken
+            if not np.array_equal(self.source, targets[1]):
+                raise SystemExit("payloads differ")
+            store.audit()
+        return seconds
+
+    def _copy(
+        self, target: Blocks, to: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
+    ) -> float:
+        return memcpy_blocks(target, self.source, to.tolist(), order.tolist())
+
     def run(self, rounds: int) -> dict[str, float]:
-        """Ratios to memcpy: medians over warm rounds, and of one cold round."""
-        cold = self.round(np.empty_like(self.source), np.empty_like(self.source))
-        warm = [self.round(self.target, self.copied) for _ in range(rounds)]
-        if not np.array_equal(self.source, self.target):
-            raise SystemExit("payloads differ")
-        self.store.audit()
-        self.store.close()
+        """Ratios to memcpy: medians over the rounds."""
+        cold = [self.cold_round() for _ in range(rounds)]
+        with self.open() as store:
+            self.warm_round(store)  # not counted
+            warm = [self.warm_round(store) for _ in range(rounds)]
+            if not np.array_equal(self.source, self.target):
+                raise SystemExit("payloads differ")
+            store.audit()
+
+        def ratio(seconds: list[dict[str, float]], kind: str, base: str = "memcpy") -> float:
+            return float(np.median([r[base] / r[kind] for r in seconds]))
+
         total = self.source.nbytes / 1e9
-        figures = {"memcpy_gb_s": total / float(np.median([r["memcpy"] for r in warm]))}
-        for kind in ("put", "get"):
-            figures[f"{kind}_gb_s"] = total / float(np.median([r[kind] for r in warm]))
-            figures[f"{kind}_warm"] = float(np.median([r["memcpy"] / r[kind] for r in warm]))
-            figures[f"{kind}_cold"] = cold["memcpy"] / cold[kind]
-        return figures
+        return {
+            "memcpy_gb_s": total / float(np.median([r["memcpy"] for r in warm])),
+            "put_gb_s": total / float(np.median([r["put"] for r in warm])),
+            "get_gb_s": total / float(np.median([r["get"] for r in warm])),
+            "put_warm": ratio(warm, "put"),
+            "get_warm": ratio(warm, "get"),
+            "put_cold": ratio(cold, "put"),
+            "get_cold": ratio(cold, "get", "memcpy_cold"),
+        }
 
 
 def percentiles(call: Callable[[], object], count: int) -> dict[str, float]:

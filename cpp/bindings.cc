@@ -210,8 +210,8 @@ py::bytes Store::exists(const py::buffer& keys) {
   const std::vector<BlockKey> wanted = to_keys(keys);
   std::string held(wanted.size(), '\0');
   const Blocks& blocks = local_->node().blocks();
-  blocks.for_each(wanted, [&](size_t i) {
-    held[i] = blocks.holds(wanted[i], local_->session().space()) ? 1 : 0;
+  blocks.for_each(wanted, [&](size_t i, uint64_t hashed) {
+    held[i] = blocks.holds(wanted[i], hashed, local_->session().space()) ? 1 : 0;
     return true;
   });
   return {held};

@@ -47,7 +47,11 @@ uint32_t Blocks::Stripe::new_entry(Blocks& table) {
     return id;
   }
   require(num_entries < kStripeEntriesMax, "a stripe's entries fit 24 bits");
-  if (num_entries % kChunk == 0) chunks.push_back(table.new_chunk());
+  if (num_entries % kChunk == 0) {
+    const uint32_t chunk = num_entries / kChunk;
+    if (chunk == chunks.size()) chunks.grow(std::max<uint32_t>(1, chunk * 2), nullptr, true);
+    chunks.set(chunk, table.new_chunk());
+  }
   return num_entries++;
 }
 
@@ -153,7 +157,7 @@ uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
                       const Namespace& space) const {
   const int64_t at = stripe.find(hash, [&](uint32_t id) { return stripe.entry(id).key == key; });
   if (at < 0) return kNotHere;
-  const uint32_t id = stripe.index[static_cast<size_t>(at)] & kEntryMask;
+  const uint32_t id = stripe.index[static_cast<uint32_t>(at)] & kEntryMask;
   const Entry& entry = stripe.entry(id);
   // A foreign namespace's key, or one that a clear has passed: not here, whatever the sweep has got
   // to.
@@ -161,32 +165,11 @@ uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
   return id;
 }
 
-void Blocks::prefetch_index(const BlockKey& key) const {
-  const uint64_t hashed = hash(key);
-  const Stripe& stripe = stripe_of(hashed);
-  // Without the lock: pointer and mask may be of different moments, and a prefetch of a wrong
-  // address is only useless.
-  const uint32_t* const index = stripe.index_start.load(std::memory_order_relaxed);
-  const uint32_t mask = stripe.index_mask.load(std::memory_order_relaxed);
-  __builtin_prefetch(index + (static_cast<uint32_t>(hashed) & mask));
-}
+void Blocks::prefetch_index(uint64_t hashed) const { stripe_of(hashed).prefetch_index(hashed); }
 
-void Blocks::prefetch_entry(const BlockKey& key) const {
-  const uint64_t hashed = hash(key);
-  const Stripe& stripe = stripe_of(hashed);
-  const std::lock_guard lock(stripe.mutex);
-  // The first with the right tag is nearly always it. Prefetched out here: in a search whose result
-  // nobody uses the compiler drops it.
-  const Entry* likely = nullptr;
-  stripe.find(hashed, [&](uint32_t id) {
-    likely = &stripe.entry(id);
-    return true;
-  });
-  if (likely != nullptr) __builtin_prefetch(likely);
-}
+void Blocks::prefetch_entry(uint64_t hashed) const { stripe_of(hashed).prefetch_entry(hashed); }
 
-bool Blocks::holds(const BlockKey& key, const Namespace& space) const {
-  const uint64_t hashed = hash(key);
+bool Blocks::holds(const BlockKey& key, uint64_t hashed, const Namespace& space) const {
   const Stripe& stripe = stripe_of(hashed);
   const std::lock_guard lock(stripe.mutex);
   return find(stripe, hashed, key, space) != kNotHere;
@@ -215,7 +198,7 @@ Status Blocks::commit(Committing block) {
   const int64_t at =
       stripe.find(hashed, [&](uint32_t id) { return stripe.entry(id).key == block.key; });
   if (at >= 0) {
-    const uint32_t id = stripe.index[static_cast<size_t>(at)] & kEntryMask;
+    const uint32_t id = stripe.index[static_cast<uint32_t>(at)] & kEntryMask;
     const Entry& entry = stripe.entry(id);
     if (entry.name_space == block.space->id && entry.version == block.version) {
       touch_entry(stripe, id, block.stamp);
@@ -254,8 +237,8 @@ void Blocks::abort(SlotId slot) { pool_.free(slot); }
 
 // ---- lease → release ---------------------------------------------------------------------------
 
-std::optional<Found> Blocks::lease(const BlockKey& key, const Namespace& space, Stamp stamp) {
-  const uint64_t hashed = hash(key);
+std::optional<Found> Blocks::lease(const BlockKey& key, uint64_t hashed, const Namespace& space,
+                                   Stamp stamp) {
   Stripe& stripe = stripe_of(hashed);
   const std::lock_guard lock(stripe.mutex);
   const uint32_t id = find(stripe, hashed, key, space);
@@ -322,8 +305,7 @@ bool Blocks::check(EntryRef ref, uint64_t part_bytes) {
 
 // ---- touch, remove, pin ------------------------------------------------------------------------
 
-bool Blocks::touch(const BlockKey& key, const Namespace& space, Stamp stamp) {
-  const uint64_t hashed = hash(key);
+bool Blocks::touch(const BlockKey& key, uint64_t hashed, const Namespace& space, Stamp stamp) {
   Stripe& stripe = stripe_of(hashed);
   const std::lock_guard lock(stripe.mutex);
   const uint32_t id = find(stripe, hashed, key, space);

@@ -36,8 +36,9 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
   // The whole chain is touched, the part the engine already had included, the head as the youngest:
   // a parent never becomes older than its child. From the head down, so that this holds at every
   // moment too.
-  blocks_.for_each(request.keys.first(request.skip), [&](size_t depth) {
-    batch->parent_held = blocks_.touch(request.keys[depth], space_, make_stamp(number, depth));
+  blocks_.for_each(request.keys.first(request.skip), [&](size_t depth, uint64_t hashed) {
+    batch->parent_held =
+        blocks_.touch(request.keys[depth], hashed, space_, make_stamp(number, depth));
     return true;
   });
   const size_t count = request.keys.size() - request.skip;
@@ -138,14 +139,15 @@ std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size
   auto batch = std::make_shared<LeaseBatch>();
   batch->reading = begin_read ? 1 : 0;
   const uint64_t number = blocks_.next_batch();
-  blocks_.for_each(keys.first(skip), [&](size_t depth) {
-    blocks_.touch(keys[depth], space_, make_stamp(number, depth));
+  blocks_.for_each(keys.first(skip), [&](size_t depth, uint64_t hashed) {
+    blocks_.touch(keys[depth], hashed, space_, make_stamp(number, depth));
     return true;
   });
   batch->items.reserve(keys.size() - skip);
   size_t hits = 0;
-  blocks_.for_each(keys.subspan(skip), [&](size_t i) {
-    batch->items.push_back(blocks_.lease(keys[skip + i], space_, make_stamp(number, skip + i)));
+  blocks_.for_each(keys.subspan(skip), [&](size_t i, uint64_t hashed) {
+    const Stamp stamp = make_stamp(number, skip + i);
+    batch->items.push_back(blocks_.lease(keys[skip + i], hashed, space_, stamp));
     if (batch->items.back()) {
       ++hits;
     } else if (run) {

@@ -55,6 +55,46 @@ struct Blocks::Entry {
   }
 };
 
+// An array that grows, and may be read without the lock by whoever can live with old contents: the
+// arrays it has outgrown stay, half as much memory again.
+template <class T>
+class GrowingArray {
+ public:
+  uint32_t size() const { return arrays_.empty() ? 0 : arrays_.back()->size; }
+  T operator[](uint32_t at) const { return word(at).load(std::memory_order_relaxed); }
+  void set(uint32_t at, T value) { word(at).store(value, std::memory_order_release); }
+  // Calls use(words, their number) with one array, whatever the writer does meanwhile.
+  template <class Use>
+  void peek(Use&& use) const {
+    const Array* const array = current_.load(std::memory_order_acquire);
+    if (array != nullptr) use(array->words.get(), array->size);
+  }
+  // REQUIRES (as set): the lock. `keep`: starts with the old contents. Returns those.
+  std::span<const std::atomic<T>> grow(uint32_t size, T fill, bool keep) {
+    std::span<const std::atomic<T>> old;
+    if (!arrays_.empty()) old = {arrays_.back()->words.get(), arrays_.back()->size};
+    auto fresh = std::make_unique<Array>(Array{size, std::make_unique<std::atomic<T>[]>(size)});
+    for (uint32_t at = 0; at < size; ++at) {
+      const T value = keep && at < old.size() ? old[at].load(std::memory_order_relaxed) : fill;
+      fresh->words[at].store(value, std::memory_order_relaxed);
+    }
+    current_.store(fresh.get(), std::memory_order_release);
+    arrays_.push_back(std::move(fresh));
+    return old;
+  }
+
+ private:
+  struct Array {
+    uint32_t size;
+    std::unique_ptr<std::atomic<T>[]> words;
+  };
+  std::atomic<T>& word(uint32_t at) const {
+    return current_.load(std::memory_order_relaxed)->words[at];
+  }
+  std::atomic<const Array*> current_{nullptr};
+  std::vector<std::unique_ptr<Array>> arrays_;
+};
+
 struct Blocks::Stripe {
   static_assert(sizeof(Entry) == 64, "one cache line an entry");
   static constexpr uint32_t kChunk = 256;  // entries; they never move
@@ -64,17 +104,14 @@ struct Blocks::Stripe {
   uint32_t number = 0;
   // Guarded by mutex from here on.
   std::unique_ptr<Policy> policy;
-  std::vector<Entry*> chunks;  // in the table's slabs
-  uint32_t num_entries = 0;    // ids handed out so far
+  GrowingArray<Entry*> chunks;  // in the table's slabs
+  uint32_t num_entries = 0;     // ids handed out so far
   std::vector<uint32_t> vacant;
   std::unordered_map<uint32_t, std::string> texts;
   // Open addressing: 8 bits of the hash beside 24 bits of entry id, so that most misses cost one
   // line.
-  std::vector<uint32_t> index;
+  GrowingArray<uint32_t> index;
   uint32_t num_indexed = 0;
-  // The same for whoever only prefetches, without the lock.
-  std::atomic<const uint32_t*> index_start{nullptr};
-  std::atomic<uint32_t> index_mask{0};
 
   Entry& entry(uint32_t id) const { return chunks[id / kChunk][id % kChunk]; }
   EntryRef ref(uint32_t id) const { return number << kEntryBits | id; }
@@ -84,53 +121,66 @@ struct Blocks::Stripe {
   // Position in `index`, or -1.
   template <class Equal>
   int64_t find(uint64_t hash, Equal&& equal) const {
-    if (index.empty()) return -1;
-    const uint32_t mask = static_cast<uint32_t>(index.size()) - 1;
-    const uint32_t tag = static_cast<uint32_t>(hash >> 56) << kEntryBits;
-    for (uint32_t at = static_cast<uint32_t>(hash) & mask; index[at] != kEmpty;
-         at = (at + 1) & mask) {
-      if ((index[at] & ~kEntryMask) == tag && equal(index[at] & kEntryMask)) return at;
-    }
-    return -1;
+    int64_t found = -1;
+    index.peek([&](const std::atomic<uint32_t>* words, uint32_t size) {
+      const uint32_t mask = size - 1;
+      for (uint32_t at = static_cast<uint32_t>(hash) & mask;; at = (at + 1) & mask) {
+        const uint32_t word = words[at].load(std::memory_order_acquire);
+        if (word == kEmpty) return;
+        if ((word & ~kEntryMask) != tag_of(hash) || !equal(word & kEntryMask)) continue;
+        found = at;
+        return;
+      }
+    });
+    return found;
+  }
+  // Without the lock: brings into the cache where find() would begin to look; and the entry it
+  // would look at first, nearly always the right one.
+  void prefetch_index(uint64_t hash) const {
+    index.peek([&](const std::atomic<uint32_t>* words, uint32_t size) {
+      __builtin_prefetch(words + (static_cast<uint32_t>(hash) & (size - 1)));
+    });
+  }
+  void prefetch_entry(uint64_t hash) const {
+    find(hash, [&](uint32_t id) {
+      __builtin_prefetch(&entry(id));
+      return true;
+    });
   }
   template <class HashOf>
   void insert(uint64_t hash, uint32_t id, HashOf&& hash_of) {
-    if ((size_t{num_indexed} + 1) * 4 > index.size() * 3) grow(hash_of);
+    if ((size_t{num_indexed} + 1) * 4 > size_t{index.size()} * 3) {
+      for (const auto& old : index.grow(std::max<uint32_t>(16, index.size() * 2), kEmpty, false)) {
+        const uint32_t word = old.load(std::memory_order_relaxed);
+        if (word != kEmpty) place(hash_of(word & kEntryMask), word & kEntryMask);
+      }
+    }
     place(hash, id);
     ++num_indexed;
   }
   template <class HashOf>
   void erase(uint32_t at, HashOf&& hash_of) {
     // Backward shift: no tombstones, so an old table is as quick as a new one.
-    const uint32_t mask = static_cast<uint32_t>(index.size()) - 1;
+    const uint32_t mask = index.size() - 1;
     uint32_t hole = at;
     for (uint32_t next = (at + 1) & mask; index[next] != kEmpty; next = (next + 1) & mask) {
       const uint32_t home = static_cast<uint32_t>(hash_of(index[next] & kEntryMask)) & mask;
       if (((next - home) & mask) >= ((next - hole) & mask)) {
-        index[hole] = index[next];
+        index.set(hole, index[next]);
         hole = next;
       }
     }
-    index[hole] = kEmpty;
+    index.set(hole, kEmpty);
     --num_indexed;
   }
 
  private:
+  static uint32_t tag_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 56) << kEntryBits; }
   void place(uint64_t hash, uint32_t id) {
-    const uint32_t mask = static_cast<uint32_t>(index.size()) - 1;
+    const uint32_t mask = index.size() - 1;
     uint32_t at = static_cast<uint32_t>(hash) & mask;
     while (index[at] != kEmpty) at = (at + 1) & mask;
-    index[at] = static_cast<uint32_t>(hash >> 56) << kEntryBits | id;
-  }
-  template <class HashOf>
-  void grow(HashOf&& hash_of) {
-    std::vector<uint32_t> old(std::max<size_t>(16, index.size() * 2), kEmpty);
-    old.swap(index);
-    for (const uint32_t slot : old) {
-      if (slot != kEmpty) place(hash_of(slot & kEntryMask), slot & kEntryMask);
-    }
-    index_start.store(index.data(), std::memory_order_relaxed);
-    index_mask.store(static_cast<uint32_t>(index.size()) - 1, std::memory_order_relaxed);
+    index.set(at, tag_of(hash) | id);
   }
 };
 

@@ -82,7 +82,7 @@ void Transfers::finish(const std::shared_ptr<Transfer>& transfer) {
     transfer->done.store(true);
   }
   finished_one_.notify_all();
-  signal(event_fd_);
+  if (watched_.load()) signal(event_fd_);
   if (awaiting_.load()) signal(await_fd_);
 }
 
@@ -100,11 +100,19 @@ bool Transfers::wait(Transfer& transfer, Nanos deadline) {
 }
 
 std::vector<std::shared_ptr<Transfer>> Transfers::drain() {
-  quiet(event_fd_);
+  if (watched_.load()) quiet(event_fd_);
   const std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Transfer>> finished(finished_.begin(), finished_.end());
   finished_.clear();
   return finished;
+}
+
+int Transfers::event_fd() {
+  if (!watched_.exchange(true)) {
+    const std::lock_guard lock(mutex_);
+    if (!finished_.empty()) signal(event_fd_);
+  }
+  return event_fd_;
 }
 
 void Transfers::cancel_all() {

@@ -54,7 +54,8 @@ class Transfers {
   void cancel_all();
   size_t num_unfinished() const;
 
-  int event_fd() const { return event_fd_; }
+  // Readable while something finished and was not drained; nobody is told before it is asked for.
+  int event_fd();
   int await_fd() const { return await_fd_; }
   // Whether each finish shall also be signalled on await_fd.
   void set_awaiting(bool awaiting) { awaiting_.store(awaiting); }
@@ -66,6 +67,7 @@ class Transfers {
 
   const int event_fd_;
   const int await_fd_;
+  std::atomic<bool> watched_{false};  // event_fd was asked for
   std::atomic<bool> awaiting_{false};
   mutable std::mutex mutex_;
   // Guarded by mutex_.

@@ -194,19 +194,18 @@ GetOutcome LocalStore::get(std::span<const BlockKey> keys, const std::vector<Blo
 }
 
 size_t LocalStore::match(std::span<const BlockKey> keys, size_t skip, uint16_t ranks) const {
-  const auto held = [&](const BlockKey& key) {
-    return node_->blocks().holds(key, session_->space());
-  };
+  const Blocks& blocks = node_->blocks();
+  const Namespace& space = session_->space();
   const auto held_by_all = [&](const BlockKey& key) {
     for (uint16_t rank = 0; rank < ranks; ++rank) {
-      if (!held(with_rank(key, rank))) return false;
+      if (!blocks.holds(with_rank(key, rank), space)) return false;
     }
     return true;
   };
   const std::span<const BlockKey> asked = keys.subspan(skip);
   size_t matched = 0;
-  node_->blocks().for_each(asked, [&](size_t i) {
-    if (!(ranks == 1 ? held(asked[i]) : held_by_all(asked[i]))) return false;
+  blocks.for_each(asked, [&](size_t i, uint64_t hashed) {
+    if (!(ranks == 1 ? blocks.holds(asked[i], hashed, space) : held_by_all(asked[i]))) return false;
     ++matched;
     return true;
   });
