@@ -27,17 +27,16 @@ uint64_t load_word(const BlockKey& key, size_t word) {
 
 // ---- stripe ------------------------------------------------------------------------------------
 
-Blocks::Entry* Blocks::new_chunk() {
-  constexpr size_t kChunkBytes = Stripe::kChunk * sizeof(Entry);
-  static_assert(PrivateSlab::kBytes % kChunkBytes == 0);
+uint8_t* Blocks::allocate(size_t bytes) {
+  const size_t aligned = (bytes + 63) / 64 * 64;
   const std::lock_guard lock(slabs_mutex_);
-  if (slab_used_ == PrivateSlab::kBytes) {
-    slabs_.push_back(std::make_unique<PrivateSlab>());
+  if (slabs_.empty() || slabs_.back()->bytes() - slab_used_ < aligned) {
+    slabs_.push_back(std::make_unique<PrivateSlab>(aligned));
     slab_used_ = 0;
   }
-  uint8_t* const chunk = slabs_.back()->data() + slab_used_;
-  slab_used_ += kChunkBytes;
-  return reinterpret_cast<Entry*>(chunk);
+  uint8_t* const memory = slabs_.back()->data() + slab_used_;
+  slab_used_ += aligned;
+  return memory;
 }
 
 uint32_t Blocks::Stripe::new_entry(Blocks& table) {
@@ -49,8 +48,8 @@ uint32_t Blocks::Stripe::new_entry(Blocks& table) {
   require(num_entries < kStripeEntriesMax, "a stripe's entries fit 24 bits");
   if (num_entries % kChunk == 0) {
     const uint32_t chunk = num_entries / kChunk;
-    if (chunk == chunks.size()) chunks.grow(std::max<uint32_t>(1, chunk * 2), nullptr, true);
-    chunks.set(chunk, table.new_chunk());
+    if (chunk == chunks.size()) chunks.grow(table, std::max<uint32_t>(8, chunk * 2), nullptr, true);
+    chunks.set(chunk, reinterpret_cast<Entry*>(table.allocate(kChunk * sizeof(Entry))));
   }
   return num_entries++;
 }
@@ -222,7 +221,7 @@ Status Blocks::commit(Committing block) {
   if (!block.text.empty()) stripe.texts.emplace(id, std::move(block.text));
   const uint32_t content_id = crc32c(0, entry.parts().data(), entry.parts().size_bytes());
   pool_.commit(block.slot, block.key, block.length, content_id, stripe.ref(id));
-  stripe.insert(hashed, id, [&](uint32_t other) { return hash(stripe.entry(other).key); });
+  stripe.insert(*this, hashed, id, [&](uint32_t other) { return hash(stripe.entry(other).key); });
   stripe.policy->insert(id, entry.size_class, block.stamp);
   publish(stripe, entry.size_class);
   count_shape(block.slot, entry.size_class, 1);

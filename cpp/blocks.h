@@ -173,6 +173,8 @@ class Blocks {
  private:
   struct Entry;
   struct Stripe;
+  template <class T>
+  class GrowingArray;
   enum class Reason { kRemoved, kEvicted, kCleared, kCorrupt };
   static constexpr uint32_t kNotHere = UINT32_MAX;
 
@@ -205,13 +207,14 @@ class Blocks {
   struct Census;
   std::string audit_stripe(const Stripe& stripe, Census* census) const;
 
-  Entry* new_chunk();  // kChunk entries
+  uint8_t* allocate(size_t bytes);  // zeroed, by cache lines, never given back
 
   Segment& segment_;
   Pool& pool_;
   std::mutex slabs_mutex_;
-  std::vector<std::unique_ptr<PrivateSlab>> slabs_;  // the entries' memory; guarded by slabs_mutex_
-  size_t slab_used_ = PrivateSlab::kBytes;           // of the last one
+  // The memory of entries and index; guarded by slabs_mutex_.
+  std::vector<std::unique_ptr<PrivateSlab>> slabs_;
+  size_t slab_used_ = 0;  // of the last one
   const Options options_;
   std::unique_ptr<Stripe[]> stripes_;
   // Small blocks under lease or pin in each frame: a frame with one cannot go whole, and is not

@@ -125,8 +125,9 @@ bool check_limits(const Segment::Options& options, uint64_t bytes, std::string* 
 
 uint64_t memory_available() { return std::min(machine_available(), cgroup_available()); }
 
-PrivateSlab::PrivateSlab()
-    : mapping_(mmap(nullptr, 2 * kBytes, PROT_READ | PROT_WRITE,
+PrivateSlab::PrivateSlab(size_t bytes)
+    : bytes_((bytes + kBytes - 1) / kBytes * kBytes),
+      mapping_(mmap(nullptr, bytes_ + kBytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
   if (mapping_ == MAP_FAILED) {
     fprintf(stderr, "kvstore: no memory for the table of blocks\n");
@@ -134,10 +135,10 @@ PrivateSlab::PrivateSlab()
   }
   const uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
   data_ = reinterpret_cast<uint8_t*>((start + kBytes - 1) / kBytes * kBytes);
-  madvise(data_, kBytes, MADV_HUGEPAGE);
+  madvise(data_, bytes_, MADV_HUGEPAGE);
 }
 
-PrivateSlab::~PrivateSlab() { munmap(mapping_, 2 * kBytes); }
+PrivateSlab::~PrivateSlab() { munmap(mapping_, bytes_ + kBytes); }
 
 std::unique_ptr<Segment> Segment::create(const Options& options, std::string* error) {
   const uint64_t frames = std::max<uint64_t>(1, (options.bytes + kFrameBytes - 1) / kFrameBytes);

@@ -78,13 +78,17 @@ class Segment {
 class PrivateSlab {
  public:
   static constexpr size_t kBytes = size_t{2} << 20;
-  PrivateSlab();  // ends the process if there is no memory, as operator new does here
+  // kBytes, or a multiple that holds `bytes`. Ends the process if there is no memory, as operator
+  // new does here.
+  explicit PrivateSlab(size_t bytes);
   ~PrivateSlab();
   PrivateSlab(const PrivateSlab&) = delete;
   PrivateSlab& operator=(const PrivateSlab&) = delete;
   uint8_t* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
 
  private:
+  size_t bytes_;
   void* mapping_;
   uint8_t* data_;
 };

@@ -58,7 +58,7 @@ struct Blocks::Entry {
 // An array that grows, and may be read without the lock by whoever can live with old contents: the
 // arrays it has outgrown stay, half as much memory again.
 template <class T>
-class GrowingArray {
+class Blocks::GrowingArray {
  public:
   uint32_t size() const { return arrays_.empty() ? 0 : arrays_.back()->size; }
   T operator[](uint32_t at) const { return word(at).load(std::memory_order_relaxed); }
@@ -67,26 +67,27 @@ class GrowingArray {
   template <class Use>
   void peek(Use&& use) const {
     const Array* const array = current_.load(std::memory_order_acquire);
-    if (array != nullptr) use(array->words.get(), array->size);
+    if (array != nullptr) use(array->words, array->size);
   }
   // REQUIRES (as set): the lock. `keep`: starts with the old contents. Returns those.
-  std::span<const std::atomic<T>> grow(uint32_t size, T fill, bool keep) {
+  std::span<const std::atomic<T>> grow(Blocks& table, uint32_t size, T fill, bool keep) {
+    const Array* const last = current_.load(std::memory_order_relaxed);
     std::span<const std::atomic<T>> old;
-    if (!arrays_.empty()) old = {arrays_.back()->words.get(), arrays_.back()->size};
-    auto fresh = std::make_unique<Array>(Array{size, std::make_unique<std::atomic<T>[]>(size)});
+    if (last != nullptr) old = {last->words, last->size};
+    auto* const words =
+        reinterpret_cast<std::atomic<T>*>(table.allocate(size * sizeof(std::atomic<T>)));
     for (uint32_t at = 0; at < size; ++at) {
-      const T value = keep && at < old.size() ? old[at].load(std::memory_order_relaxed) : fill;
-      fresh->words[at].store(value, std::memory_order_relaxed);
+      new (words + at) std::atomic<T>(keep && at < old.size() ? T{old[at]} : fill);
     }
-    current_.store(fresh.get(), std::memory_order_release);
-    arrays_.push_back(std::move(fresh));
+    arrays_.push_back(std::make_unique<Array>(Array{size, words}));
+    current_.store(arrays_.back().get(), std::memory_order_release);
     return old;
   }
 
  private:
   struct Array {
     uint32_t size;
-    std::unique_ptr<std::atomic<T>[]> words;
+    std::atomic<T>* words;  // the table's
   };
   std::atomic<T>& word(uint32_t at) const {
     return current_.load(std::memory_order_relaxed)->words[at];
@@ -148,9 +149,10 @@ struct Blocks::Stripe {
     });
   }
   template <class HashOf>
-  void insert(uint64_t hash, uint32_t id, HashOf&& hash_of) {
+  void insert(Blocks& table, uint64_t hash, uint32_t id, HashOf&& hash_of) {
     if ((size_t{num_indexed} + 1) * 4 > size_t{index.size()} * 3) {
-      for (const auto& old : index.grow(std::max<uint32_t>(16, index.size() * 2), kEmpty, false)) {
+      for (const auto& old :
+           index.grow(table, std::max<uint32_t>(16, index.size() * 2), kEmpty, false)) {
         const uint32_t word = old.load(std::memory_order_relaxed);
         if (word != kEmpty) place(hash_of(word & kEntryMask), word & kEntryMask);
       }
