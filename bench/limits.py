@@ -4,8 +4,8 @@ Every figure is a ratio of two things measured alternately, a slice of each at a
 noisy neighbour hits both: medians over rounds. Source and target have 1 GiB each (--gib), blocks
 are taken in random order, all payloads are compared at the end. memcpy is the C library's, one
 thread, called once a block over the same blocks in the same order (through ctypes: about 0.3 us a
-call). "warm": all memory was touched before. "cold": a new store, and targets whose pages are new to the
-process (for get and for the memcpy beside it; a store's own memory is touched in the background).
+call). "warm": all memory was touched before. "cold": a new store, and targets whose pages are new
+to the process (for get and for the memcpy beside it; a store touches its own memory in advance).
 """
 
 from __future__ import annotations
