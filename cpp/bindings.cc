@@ -83,15 +83,13 @@ void check_fork(pid_t owner) {
 
 PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, size_t skip,
                            bool chain, uint32_t version,
-                           const std::vector<std::string>& texts_given, uint64_t part_bytes,
-                           const LocalStore& store)
+                           const std::vector<std::string>& texts_given, const LocalStore& store)
     : keys(to_keys(key_bytes)), texts(texts_given) {
   for (const BlockMemory& block : buffers.blocks()) lengths.push_back(block.bytes());
   request.keys = keys;
   request.skip = skip;
   request.lengths = lengths;
   request.texts = texts;
-  request.part_bytes = part_bytes;
   request.version = version == 0 ? store.version() : version;
   request.chain = chain;
   if (skip + lengths.size() != keys.size())
@@ -134,7 +132,7 @@ std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t 
 // ---- Store -------------------------------------------------------------------------------------
 
 Store::Store(const std::shared_ptr<Node>& node, const std::string& digest, uint64_t part_bytes)
-    : part_bytes_(part_bytes), pid_(getpid()) {
+    : pid_(getpid()) {
   local_ = std::shared_ptr<LocalStore>(new LocalStore(node, digest, part_bytes), ForkAware{pid_});
   transfers_ = std::shared_ptr<Transfers>(new Transfers(), ForkAware{pid_});
 }
@@ -171,7 +169,7 @@ Store::Call::Call(Store& store) : store_(store) {
 py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
                      uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns) {
   const Call call(*this);
-  const PutArguments arguments(keys, buffers, skip, chain, version, texts, part_bytes_, *local_);
+  const PutArguments arguments(keys, buffers, skip, chain, version, texts, *local_);
   check_sizes(arguments.lengths, local_->node());
   const Node::Loan loan(local_->node(), buffers.blocks(), false);
   if (!loan.granted()) raise_busy();
@@ -262,6 +260,7 @@ py::dict Store::usage() {
   usage["evictions"] = counters.evictions.load();
   usage["removals"] = counters.removals.load();
   usage["corrupt"] = counters.corrupt.load();
+  usage["scrubbed"] = counters.scrubbed.load();
   usage["pages"] = node.segment().pages();
   usage["populating"] = node.populating();
   return usage;

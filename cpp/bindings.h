@@ -59,7 +59,7 @@ void check_sizes(const std::vector<uint64_t>& lengths, Node& node);
 // move.
 struct PutArguments {
   PutArguments(const pybind11::buffer& key_bytes, const Buffers& buffers, size_t skip, bool chain,
-               uint32_t version, const std::vector<std::string>& texts_given, uint64_t part_bytes,
+               uint32_t version, const std::vector<std::string>& texts_given,
                const LocalStore& store);
   PutArguments(const PutArguments&) = delete;
   PutArguments& operator=(const PutArguments&) = delete;
@@ -118,14 +118,12 @@ class Store {
   int await_fd();
   void set_awaiting(bool awaiting);
 
-  uint64_t part_bytes() const { return part_bytes_; }
   pid_t pid() const { return pid_; }
   bool closed() const { return closed_.load(); }
 
  private:
   std::shared_ptr<Transfer> submit(std::function<void(Transfer&)> work, bool here);
 
-  const uint64_t part_bytes_;
   const pid_t pid_;
   std::shared_ptr<LocalStore> local_;
   std::shared_ptr<Transfers> transfers_;

@@ -13,11 +13,11 @@ namespace {
 // Moved into the worker's closure; ends with it, before the transfer is called done.
 struct AsyncPut {
   AsyncPut(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
-           uint32_t version, const std::vector<std::string>& texts, uint64_t part_bytes,
+           uint32_t version, const std::vector<std::string>& texts,
            const std::shared_ptr<LocalStore>& at)
       : store(at),
         blocks(buffers.blocks()),
-        arguments(keys, buffers, skip, chain, version, texts, part_bytes, *at),
+        arguments(keys, buffers, skip, chain, version, texts, *at),
         loan(at->node(), blocks, false) {}
   std::shared_ptr<LocalStore> store;
   std::vector<BlockMemory> blocks;
@@ -55,8 +55,7 @@ std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers
                                            const std::vector<std::string>& texts,
                                            int64_t timeout_ns) {
   const Call call(*this);
-  auto job =
-      std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, part_bytes_, local_);
+  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, local_);
   check_sizes(job->arguments.lengths, local_->node());
   if (!job->loan.granted()) raise_busy();
   return submit(

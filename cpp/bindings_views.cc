@@ -308,9 +308,7 @@ std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::b
   if (skip + lengths.size() != named.size())
     raise_error("InvalidArgument", "keys and lengths differ in number");
   check_sizes(lengths, call->node());
-  PutRequest request{
-      named, skip, lengths, texts, store->part_bytes(), version == 0 ? call->version() : version,
-      chain};
+  PutRequest request{named, skip, lengths, texts, version == 0 ? call->version() : version, chain};
   auto batch = call->reserve(request);
   if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
     without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits_for(timeout_ns)); });

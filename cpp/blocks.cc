@@ -89,7 +89,7 @@ Blocks::~Blocks() {
   }
 }
 
-Namespace& Blocks::open_namespace(const std::string& digest) {
+Namespace& Blocks::open_namespace(const std::string& digest, uint64_t part_bytes) {
   const std::lock_guard lock(namespaces_mutex_);
   const auto [at, fresh] =
       namespace_ids_.try_emplace(digest, static_cast<NamespaceId>(namespaces_.size()));
@@ -97,8 +97,14 @@ Namespace& Blocks::open_namespace(const std::string& digest) {
     namespaces_.push_back(std::make_unique<Namespace>());
     namespaces_.back()->id = at->second;
     namespaces_.back()->digest = digest;
+    namespaces_.back()->part_bytes = part_bytes;
   }
   return *namespaces_[at->second];
+}
+
+uint64_t Blocks::part_bytes_of(NamespaceId id) const {
+  const std::lock_guard lock(namespaces_mutex_);
+  return namespaces_[id]->part_bytes;
 }
 
 uint32_t Blocks::clear(Namespace& space) {
@@ -275,31 +281,6 @@ void Blocks::release(EntryRef ref) {
     count_held(entry, -1);
     finish(stripe, id);
   }
-}
-
-bool Blocks::check(EntryRef ref, uint64_t part_bytes) {
-  // The caller's lease keeps slot and part table in place, so the bytes are read without the lock.
-  Stripe& stripe = stripes_[ref >> kEntryBits];
-  const uint32_t id = ref & kEntryMask;
-  const Entry& entry = stripe.entry(id);
-  std::vector<uint32_t> seen(1, 0);
-  uint64_t in_part = 0;
-  for (const Extent& extent : pool_.extents(entry.slot, segment_.header(entry.slot).length)) {
-    for (uint64_t at = 0; at < extent.bytes;) {
-      if (in_part == part_bytes) {
-        seen.push_back(0);
-        in_part = 0;
-      }
-      const uint64_t piece = std::min(extent.bytes - at, part_bytes - in_part);
-      seen.back() = crc32c(seen.back(), segment_.data() + extent.offset + at, piece);
-      at += piece;
-      in_part += piece;
-    }
-  }
-  if (std::ranges::equal(seen, entry.parts())) return true;
-  const std::lock_guard lock(stripe.mutex);
-  if (entry.live()) drop(stripe, id, Reason::kCorrupt);
-  return false;
 }
 
 // ---- touch, remove, pin ------------------------------------------------------------------------

@@ -41,7 +41,8 @@ using NamespaceId = uint32_t;
 struct Namespace {
   NamespaceId id = 0;
   std::string digest;
-  std::atomic<uint32_t> version{1};  // raised by clear()
+  uint64_t part_bytes = kOpaquePartBytes;  // of its blocks; the last part may be shorter
+  std::atomic<uint32_t> version{1};        // raised by clear()
   std::atomic<int64_t> blocks{0};
   std::atomic<int64_t> bytes{0};
 };
@@ -78,6 +79,7 @@ struct Listed {
 struct BlockCounters {
   std::atomic<uint64_t> commits{0}, evictions{0}, removals{0}, corrupt{0};
   std::atomic<uint64_t> requested{0}, hits{0};  // blocks asked for by match and get, and found
+  std::atomic<uint64_t> scrubbed{0};            // blocks whose bytes were checked in the background
 };
 
 class Blocks {
@@ -94,7 +96,7 @@ class Blocks {
   Blocks& operator=(const Blocks&) = delete;
 
   // ---- namespaces: a digest is known from its first mention on; versions only grow
-  Namespace& open_namespace(const std::string& digest);
+  Namespace& open_namespace(const std::string& digest, uint64_t part_bytes = kOpaquePartBytes);
   uint32_t clear(Namespace& space);
   std::vector<Listed> list(const Namespace& space) const;
 
@@ -139,8 +141,14 @@ class Blocks {
   }
   void lease_again(EntryRef entry);  // REQUIRES: a lease on it is open
   void release(EntryRef entry);
-  // The owner's own check of a leased block's bytes; a bad block is dropped. False if it was bad.
-  bool check(EntryRef entry, uint64_t part_bytes);
+
+  // ---- the owner's own check (scrub.cc)
+  // Of a leased block's bytes; a bad block is dropped. False if it was bad.
+  bool check(EntryRef entry);
+  // Checks idle blocks, round and round, `bytes_max` bytes or `blocks_max` blocks at a time; bad
+  // ones are dropped. Holds nothing meanwhile: eviction and readers never meet it.
+  // REQUIRES: one thread at a time.
+  void scrub(uint64_t bytes_max, uint32_t blocks_max);
 
   bool touch(const BlockKey& key, uint64_t hashed, const Namespace& space, Stamp stamp);
   bool touch(const BlockKey& key, const Namespace& space, Stamp stamp) {
@@ -204,6 +212,11 @@ class Blocks {
   std::pair<Stamp, uint32_t> oldest(SizeClass size_class) const;  // and its stripe
   std::vector<Shape> shapes_in_use() const;
   uint64_t reserve_for(const Shape& shape) const;
+  // scrub.cc
+  bool bytes_match(SlotId slot, uint64_t length, uint64_t part_bytes,
+                   std::span<const uint32_t> parts) const;
+  std::optional<uint64_t> scrub_entry(Stripe& stripe, uint32_t id);
+  uint64_t part_bytes_of(NamespaceId id) const;
   struct Census;
   std::string audit_stripe(const Stripe& stripe, Census* census) const;
 
@@ -220,6 +233,8 @@ class Blocks {
   // Small blocks under lease or pin in each frame: a frame with one cannot go whole, and is not
   // walked to find that out.
   std::unique_ptr<std::atomic<uint32_t>[]> held_in_;
+  uint32_t scrub_stripe_ = 0;  // where the next scrub() goes on
+  uint32_t scrub_entry_ = 0;
   std::atomic<bool> growing_{false};
   std::atomic<uint64_t> batch_{1};
   std::atomic<int64_t> num_evictable_{0};

@@ -12,6 +12,11 @@ namespace {
 constexpr uint32_t kPopulateFrames =
     16;  // 32 MiB a step: first puts need not wait for the whole pool
 
+// Background scrubbing: at most 16 MiB a second, a few thousandths of one core.
+constexpr std::chrono::milliseconds kScrubPause{250};
+constexpr uint64_t kScrubBytes = uint64_t{4} << 20;
+constexpr uint32_t kScrubBlocks = 1000;
+
 constexpr Nanos kLookAgain = 10 * kMillisecond;  // while waiting for a lapsed lease's reader
 
 uint64_t random_word() {
@@ -67,6 +72,9 @@ Node::Node(std::unique_ptr<Segment> segment, const NodeOptions& options)
   blocks_.set_growing(true);
   populator_ = std::thread([this] { populate(); });
   evictor_ = std::thread([this] { evict_in_background(); });
+#ifndef __SANITIZE_THREAD__  // it looks at memory that others may write, and then forgets it
+  scrubber_ = std::thread([this] { scrub_in_background(); });
+#endif
 }
 
 Node::~Node() {
@@ -76,13 +84,16 @@ Node::~Node() {
   }
   evict_.notify_all();
   room_.notify_all();
+  scrub_.notify_all();
   populator_.join();
   evictor_.join();
+  if (scrubber_.joinable()) scrubber_.join();
 }
 
-std::shared_ptr<Session> Node::open_session(const std::string& namespace_digest) {
-  auto session =
-      std::make_shared<Session>(blocks_, blocks_.open_namespace(namespace_digest), limits_);
+std::shared_ptr<Session> Node::open_session(const std::string& namespace_digest,
+                                            uint64_t part_bytes) {
+  Namespace& space = blocks_.open_namespace(namespace_digest, part_bytes);
+  auto session = std::make_shared<Session>(blocks_, space, limits_);
   const std::lock_guard lock(mutex_);
   std::erase_if(sessions_, [](const auto& gone) { return gone.expired(); });
   sessions_.push_back(session);
@@ -167,6 +178,15 @@ void Node::evict_in_background() {
     refills_done_ = wanted;
     frees_.fetch_add(1);
     room_.notify_all();
+  }
+}
+
+void Node::scrub_in_background() {
+  std::unique_lock lock(mutex_);
+  while (!scrub_.wait_for(lock, kScrubPause, [this] { return stopping_; })) {
+    lock.unlock();
+    blocks_.scrub(kScrubBytes, kScrubBlocks);
+    lock.lock();
   }
 }
 

@@ -43,7 +43,8 @@ class Node {
   Node(const Node&) = delete;
   Node& operator=(const Node&) = delete;
 
-  std::shared_ptr<Session> open_session(const std::string& namespace_digest);
+  // Blocks of a namespace are cut into parts of `part_bytes`, the last one shorter.
+  std::shared_ptr<Session> open_session(const std::string& namespace_digest, uint64_t part_bytes);
   // Leases of a ticket any session of this node has issued, for `session`.
   std::shared_ptr<LeaseBatch> redeem(const AttemptId& ticket, Session& session);
 
@@ -94,6 +95,7 @@ class Node {
   explicit Node(std::unique_ptr<Segment> segment, const NodeOptions& options);
   void populate();
   void evict_in_background();
+  void scrub_in_background();
   std::vector<std::shared_ptr<Session>> sessions();
 
   std::unique_ptr<Segment> segment_;
@@ -117,6 +119,8 @@ class Node {
   std::condition_variable evict_;         // the evicting thread has work
   std::thread populator_;
   std::thread evictor_;
+  std::condition_variable scrub_;  // only to stop
+  std::thread scrubber_;
 };
 
 }  // namespace kvstore

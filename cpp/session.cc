@@ -50,7 +50,7 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
     item.key = request.keys[depth];
     item.length = request.lengths[i];
     item.stamp = make_stamp(number, request.chain ? depth : 0);
-    item.parts.resize((item.length + request.part_bytes - 1) / request.part_bytes);
+    item.parts.resize((item.length + space_.part_bytes - 1) / space_.part_bytes);
     if (!request.texts.empty()) item.text = request.texts[depth];
   }
   if (stuck_bytes(now) <= limits_.stuck_bytes_max) grant_items(*batch, request.chain);

@@ -65,7 +65,6 @@ struct PutRequest {
   size_t skip = 0;
   std::span<const uint64_t> lengths;   // of keys[skip..]
   std::span<const std::string> texts;  // empty, or one a key
-  uint64_t part_bytes = kOpaquePartBytes;
   uint32_t version = 0;
   bool chain =
       true;  // later blocks are useless without earlier ones: stop at the first that finds no room

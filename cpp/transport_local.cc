@@ -94,9 +94,7 @@ BlockKey with_rank(BlockKey key, uint16_t rank) {
 
 LocalStore::LocalStore(std::shared_ptr<Node> node, const std::string& namespace_digest,
                        uint64_t part_bytes)
-    : node_(std::move(node)),
-      session_(node_->open_session(namespace_digest)),
-      part_bytes_(part_bytes) {}
+    : node_(std::move(node)), session_(node_->open_session(namespace_digest, part_bytes)) {}
 
 LocalStore::~LocalStore() {
   session_->end();
@@ -137,6 +135,7 @@ void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& 
 
 Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blocks,
                          ByteRange range, const CallLimits& limits) {
+  const uint64_t part_bytes = session_->space().part_bytes;
   std::vector<Unit> units;
   std::vector<std::vector<Extent>> extents(grants.items.size());
   uint64_t bytes = 0;
@@ -144,7 +143,7 @@ Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blo
     if (grants.statuses[i] != Status::kOk) continue;
     extents[i] = node_->pool().extents(grants.items[i].taken.slot, grants.items[i].length);
     const uint64_t end = std::min(grants.items[i].length - range.first, range.bytes) + range.first;
-    add_units(i, range.first, end, part_bytes_, &units);
+    add_units(i, range.first, end, part_bytes, &units);
     bytes += end - range.first;
   }
   std::atomic<Status> ended{Status::kOk};
@@ -157,7 +156,7 @@ Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blo
     const Unit& unit = units[number];
     auto& parts = grants.items[unit.item].parts;
     copy_unit<Direction::kWrite>(node_->segment().data(), extents[unit.item], blocks[unit.item],
-                                 unit.first - range.first, unit, part_bytes_,
+                                 unit.first - range.first, unit, part_bytes,
                                  [&](uint64_t part, uint32_t crc) { parts[part] = crc; });
   });
   return ended.load();
@@ -222,6 +221,7 @@ std::shared_ptr<LeaseBatch> LocalStore::lookup(std::span<const BlockKey> keys, s
 GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
                             const std::vector<BlockMemory>& blocks, ByteRange range,
                             const CallLimits& limits) {
+  const uint64_t part_bytes = session_->space().part_bytes;
   GetOutcome outcome;
   outcome.statuses.assign(blocks.size(), Status::kMiss);
   outcome.bytes.assign(blocks.size(), 0);
@@ -241,7 +241,7 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
     outcome.bytes[i] = end - range.first;
     if (outcome.bytes[i] > blocks[i].bytes() && !outcome.too_small)
       outcome.too_small = {i, found->length};
-    add_units(i, range.first, end, part_bytes_, &units);
+    add_units(i, range.first, end, part_bytes, &units);
     bytes += outcome.bytes[i];
   }
   if (outcome.too_small) {
@@ -258,7 +258,7 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
     }
     const Found& found = *leases.items[first + unit.item];
     copy_unit<Direction::kRead>(node_->segment().data(), extents[unit.item], blocks[unit.item],
-                                unit.first - range.first, unit, part_bytes_,
+                                unit.first - range.first, unit, part_bytes,
                                 [&](uint64_t part, uint32_t crc) {
                                   if (found.parts[part] != crc)
                                     failed[unit.item].store(Status::kCorrupt);
@@ -268,8 +268,7 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
     const Status status = failed[i].load(std::memory_order_relaxed);
     if (status == Status::kOk) continue;
     // The reader only complains; the owner's own check decides.
-    if (status == Status::kCorrupt)
-      node_->blocks().check(leases.items[first + i]->entry, part_bytes_);
+    if (status == Status::kCorrupt) node_->blocks().check(leases.items[first + i]->entry);
     zero(blocks[i]);
     outcome.statuses[i] = status;
     outcome.bytes[i] = 0;
@@ -290,8 +289,7 @@ std::vector<Status> LocalStore::verify(LeaseBatch& leases) {
     return std::vector<Status>(leases.items.size(), Status::kUnavailable);
   for (size_t i = 0; i < leases.items.size(); ++i) {
     if (!leases.items[i]) continue;
-    statuses[i] =
-        node_->blocks().check(leases.items[i]->entry, part_bytes_) ? Status::kOk : Status::kCorrupt;
+    statuses[i] = node_->blocks().check(leases.items[i]->entry) ? Status::kOk : Status::kCorrupt;
   }
   session_->end_read(leases);
   return statuses;

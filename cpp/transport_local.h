@@ -105,7 +105,6 @@ class LocalStore {
  private:
   const std::shared_ptr<Node> node_;
   const std::shared_ptr<Session> session_;
-  const uint64_t part_bytes_;
 };
 
 }  // namespace kvstore

@@ -141,5 +141,6 @@ class Usage:
     evictions: int
     removals: int
     corrupt: int
+    scrubbed: int  # blocks whose bytes were checked in the background
     pages: str  # "hugetlb", "transparent huge" or "4 KiB"
     populating: bool

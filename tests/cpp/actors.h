@@ -74,8 +74,7 @@ class Writer final : public Peer {
     chain_ = world_.below(4) != 0;
     const bool stuck = session_->stuck_bytes(world_.now) > core().limits.stuck_bytes_max;
     world_.tally.stuck += stuck ? 1 : 0;
-    batch_ = session_->reserve({keys_, skip, lengths_, {}, kSimulatedPart, version_, chain_},
-                               world_.now);
+    batch_ = session_->reserve({keys_, skip, lengths_, {}, version_, chain_}, world_.now);
     items_.assign(lengths_.size(), {});
     died_ = false;
     admit(stuck);
@@ -291,7 +290,7 @@ class Reader final : public Leaseholder {
       // The reader only complains; the owner's own check decides, and drops the block.
       REQUIRE(checker().is_rotted(*found));
       const bool in_table = is_current(keys_[i], *found);
-      REQUIRE_FALSE(core().blocks.check(found->entry, kSimulatedPart));
+      REQUIRE_FALSE(core().blocks.check(found->entry));
       if (in_table) checker().gone(keys_[i]);
       ++world_.tally.corrupt;
       world_.say("corrupt %u", number_of(keys_[i]));

@@ -106,7 +106,7 @@ struct World;
 
 struct SimulatedNode {
   SimulatedNode(World& within, const Plan& plan, uint64_t seed)
-      : world(within), core(plan.frames, {seed, plan.reserve_blocks, false}, seed) {
+      : world(within), core(plan.frames, {seed, plan.reserve_blocks, false}, seed, kSimulatedPart) {
     core.limits.lease = plan.lease;
     core.limits.grant = plan.grant;
     core.limits.view_bytes_max = core.segment->bytes() * plan.view_permille / 1000;

@@ -336,17 +336,45 @@ TEST_CASE("the owner's own check drops a block that went bad, and only that") {
   REQUIRE(put_block(core, 2, kBlock) == Status::kOk);
   const auto good = lease(core, 2);
   const auto bad = lease(core, 1);
-  CHECK(core.blocks.check(bad->entry, kOpaquePartBytes));
+  CHECK(core.blocks.check(bad->entry));
   visit_slot(core, bad->slot, length - 1, 1,
              [](std::span<uint8_t> piece, uint64_t) { piece[0] ^= 1; });
-  CHECK_FALSE(core.blocks.check(bad->entry, kOpaquePartBytes));
-  CHECK_FALSE(core.blocks.check(bad->entry, kOpaquePartBytes));
-  CHECK(core.blocks.check(good->entry, kOpaquePartBytes));
+  CHECK_FALSE(core.blocks.check(bad->entry));
+  CHECK_FALSE(core.blocks.check(bad->entry));
+  CHECK(core.blocks.check(good->entry));
   CHECK_FALSE(holds(core, 1));
   CHECK(holds(core, 2));
   CHECK(core.blocks.counters().corrupt == 1);
   core.blocks.release(bad->entry);
   core.blocks.release(good->entry);
+  CHECK(core.blocks.audit(0, 0) == "");
+}
+
+TEST_CASE("scrubbing finds what went bad and nothing else, and holds nothing") {
+  Core core(8);
+  const uint64_t length = 2 * kFrameBytes + 70'000;
+  for (uint32_t block = 1; block <= 20; ++block) {
+    REQUIRE(put_block(core, block, block == 7 ? length : kBlock / block) == Status::kOk);
+  }
+  const auto flip = [&](uint32_t block, uint64_t at) {
+    const auto found = lease(core, block);
+    visit_slot(core, found->slot, at, 1, [](std::span<uint8_t> piece, uint64_t) { piece[0] ^= 1; });
+    core.blocks.release(found->entry);
+  };
+  core.blocks.scrub(UINT64_MAX, 20);  // once round
+  CHECK(core.blocks.counters().scrubbed == 20);
+  CHECK(core.blocks.counters().corrupt == 0);
+  flip(7, length - 1);
+  flip(3, 0);
+  const auto held = lease(core, 12);
+  flip(12, 100);
+  for (int i = 0; i < 40; ++i) core.blocks.scrub(1, 1000);  // a block at a time
+  CHECK(core.blocks.counters().corrupt == 3);
+  for (uint32_t block = 1; block <= 20; ++block) {
+    CHECK(holds(core, block) == (block != 3 && block != 7 && block != 12));
+  }
+  CHECK(core.pool.usage().slots == 18);  // the reader keeps what it holds
+  core.blocks.release(held->entry);
   CHECK(core.blocks.audit(0, 0) == "");
 }
 

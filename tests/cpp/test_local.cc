@@ -36,7 +36,7 @@ struct Chain {
         bytes(payload(first, 1, kFrameBytes)),
         blocks(count, BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())) {}
   PutRequest request(const LocalStore& store) const {
-    return {keys, 0, lengths, {}, kFrameBytes, store.version(), true};
+    return {keys, 0, lengths, {}, store.version(), true};
   }
   std::vector<BlockKey> keys;
   std::vector<uint64_t> lengths;
@@ -96,8 +96,8 @@ TEST_CASE("a get is not cut short by the shortest lease") {
       BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())};
   const std::vector<BlockKey> keys = keys_of(1, 1);
   const std::vector<uint64_t> lengths{1000};
-  REQUIRE(store.put({keys, 0, lengths, {}, kFrameBytes, store.version(), true}, blocks, limits)
-              .statuses[0] == Status::kOk);
+  REQUIRE(store.put({keys, 0, lengths, {}, store.version(), true}, blocks, limits).statuses[0] ==
+          Status::kOk);
   std::atomic<bool> done{false};
   std::thread revoker([&] {
     while (!done.load()) store.session().revoke_overdue(monotonic_now() + kMillisecond);

@@ -142,7 +142,7 @@ class Scenario {
   std::shared_ptr<GrantBatch> reserve(const std::shared_ptr<Session>& by,
                                       const std::vector<BlockKey>& chain, uint64_t kib) {
     const std::vector<uint64_t> lengths(chain.size(), kib << 10);
-    return by->reserve({chain, 0, lengths, {}, kOpaquePartBytes, core_->space.version, true}, now_);
+    return by->reserve({chain, 0, lengths, {}, core_->space.version, true}, now_);
   }
   void write(GrantBatch& batch, uint32_t attempt, bool first, bool rest) {
     for (size_t i = 0; i < batch.items.size(); ++i) {

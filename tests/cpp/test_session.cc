@@ -17,7 +17,7 @@ constexpr uint32_t kCells = 6;  // of that size in a frame
 constexpr Nanos kSecond = 1000 * kMillisecond;
 
 struct Peer {
-  explicit Peer(uint32_t frames = 2) : core(frames) {
+  explicit Peer(uint32_t frames = 2) : core(frames, {}, 1, kPart) {
     core.limits.lease = 30 * kSecond;
     core.limits.grant = 60 * kSecond;
   }
@@ -28,7 +28,7 @@ struct Peer {
                                       uint64_t length = kBlock) {
     keys = keys_of(first, count);
     lengths.assign(count - skip, length);
-    return session.reserve({keys, skip, lengths, {}, kPart, core.space.version.load(), chain}, now);
+    return session.reserve({keys, skip, lengths, {}, core.space.version.load(), chain}, now);
   }
   // Writes what put `attempt` stores, but for the last `missing` parts of each block.
   void write(GrantBatch& batch, uint32_t attempt, size_t missing = 0) {
@@ -104,7 +104,7 @@ TEST_CASE("a session that ends aborts its grants") {
   CHECK_FALSE(peer.session.commit(batch->id, 3, Status::kCancelled));
   CHECK_FALSE(peer.holds(1));
   Session other(peer.core.blocks, peer.core.space, peer.core.limits);
-  const auto again = other.reserve({peer.keys, 0, peer.lengths, {}, Peer::kPart, 1, true}, 0);
+  const auto again = other.reserve({peer.keys, 0, peer.lengths, {}, 1, true}, 0);
   CHECK(again->statuses == std::vector<Status>{Status::kOk});
   CHECK(peer.core.blocks.audit(1, 0) == "");
 }
@@ -221,8 +221,8 @@ TEST_CASE("overdue grants keep their memory and are counted until their writer s
   CHECK(refused->statuses[0] == Status::kOutOfSpace);
   CHECK_FALSE(peer.session.reserve_more(*refused, true, 71 * kSecond));
   Session other(peer.core.blocks, peer.core.space, peer.core.limits);
-  CHECK(other.reserve({peer.keys, 0, peer.lengths, {}, Peer::kPart, 1, true}, 71 * kSecond)
-            ->statuses[0] == Status::kOk);
+  CHECK(other.reserve({peer.keys, 0, peer.lengths, {}, 1, true}, 71 * kSecond)->statuses[0] ==
+        Status::kOk);
   // Late is not too late: the memory was its own all the time.
   peer.write(*two, 8);
   CHECK(peer.session.commit(two->id, 1, Status::kCancelled));
@@ -377,7 +377,7 @@ TEST_CASE("a put of keys from before a clear is stale at reserve and at commit")
   CHECK(batch->statuses == std::vector<Status>{Status::kStale, Status::kStale});
   const auto keys = keys_of(1, 1);
   const std::vector<uint64_t> lengths{kBlock};
-  const auto late = peer.session.reserve({keys, 0, lengths, {}, Peer::kPart, 1, true}, 0);
+  const auto late = peer.session.reserve({keys, 0, lengths, {}, 1, true}, 0);
   CHECK(late->statuses == std::vector<Status>{Status::kStale});
   CHECK(peer.session.num_granted() == 0);
   CHECK(peer.slots() == 0);
@@ -387,7 +387,7 @@ TEST_CASE("the same key twice in a batch is stored once") {
   Peer peer;
   const std::vector<BlockKey> keys{key_of(1), key_of(1)};
   const std::vector<uint64_t> lengths{kBlock, kBlock};
-  const auto batch = peer.session.reserve({keys, 0, lengths, {}, Peer::kPart, 1, true}, 0);
+  const auto batch = peer.session.reserve({keys, 0, lengths, {}, 1, true}, 0);
   peer.write(*batch, 1);
   REQUIRE(peer.session.commit(batch->id, 2, Status::kCancelled));
   CHECK(batch->statuses == std::vector<Status>{Status::kOk, Status::kExists});

@@ -77,7 +77,7 @@ class Actor {
     std::vector<uint8_t> bytes = payload(number, new_attempt(), length_of(number));
     const std::vector<BlockKey> keys = keys_of(number, 1);
     const std::vector<uint64_t> lengths{bytes.size()};
-    store_.put({keys, 0, lengths, {}, kPartBytes, store_.version(), true}, memory(bytes), limits());
+    store_.put({keys, 0, lengths, {}, store_.version(), true}, memory(bytes), limits());
   }
 
   void get(uint32_t number) {
@@ -124,8 +124,8 @@ class Actor {
     finish(*submit([this, bytes, number](Transfer& running) {
       const std::vector<BlockKey> keys = keys_of(number, 1);
       const std::vector<uint64_t> lengths{bytes->size()};
-      running.put = store_.put({keys, 0, lengths, {}, kPartBytes, store_.version(), true},
-                               memory(*bytes), limits(&running.cancelled));
+      running.put = store_.put({keys, 0, lengths, {}, store_.version(), true}, memory(*bytes),
+                               limits(&running.cancelled));
     }));
   }
 

@@ -173,13 +173,13 @@ struct FullNode {
     REQUIRE(node->settle(kNever));
     store = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
     writer = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
-    grants = writer->reserve({taken, 0, lengths, {}, kOpaquePartBytes, 1, true});
+    grants = writer->reserve({taken, 0, lengths, {}, 1, true});
     REQUIRE(grants->statuses[0] == Status::kOk);
   }
   std::shared_ptr<Transfer> put() {
     return transfers.submit(
         [this](Transfer& running) {
-          running.put = store->put({wanted, 0, lengths, {}, kOpaquePartBytes, 1, true}, memory,
+          running.put = store->put({wanted, 0, lengths, {}, 1, true}, memory,
                                    {monotonic_now() + 60'000 * kMillisecond, &running.cancelled});
         },
         false);
