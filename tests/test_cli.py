@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,13 +230,25 @@ def test_wrong_bytes_exit_1_and_are_named(
     assert json.loads(done.stdout)["ok"] is False
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("clients", [1, 3])
 def test_interrupting_ends_clean_with_130(tmp_path: Path, clients: int) -> None:
     path = tmp_path / "slow.jsonl"
     write_trace(path, make_trace(0, 200))  # 50 s of trace time
     arguments = ["replay", str(path), "--speed", "1", "--clients", str(clients)]
     with subprocess.Popen(
-        [*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, env=environment()
+        [*COMMAND, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     ) as process:
         assert process.stderr is not None
         assert "200 requests" in process.stderr.readline()  # from here on it replays
