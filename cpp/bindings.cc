@@ -83,7 +83,7 @@ void check_fork(pid_t owner) {
 
 PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, size_t skip,
                            bool chain, uint32_t version,
-                           const std::vector<std::string>& texts_given, const LocalStore& store)
+                           const std::vector<std::string>& texts_given, Transport& store)
     : keys(to_keys(key_bytes)), texts(texts_given) {
   for (const BlockMemory& block : buffers.blocks()) lengths.push_back(block.bytes());
   request.keys = keys;
@@ -96,14 +96,15 @@ PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, 
     raise_error("InvalidArgument", "keys and blocks differ in number");
 }
 
-void check_sizes(const std::vector<uint64_t>& lengths, Node& node) {
-  const uint64_t most = std::min(node.segment().bytes(), kBlockBytesMax);
+void check_sizes(const std::vector<uint64_t>& lengths, Transport& transport) {
+  const uint64_t pool_bytes = transport.pool_bytes();
+  const uint64_t most = std::min(pool_bytes, kBlockBytesMax);
   for (size_t i = 0; i < lengths.size(); ++i) {
-    if (lengths[i] > most || shape_bytes(shape_of(lengths[i])) > node.segment().bytes()) {
+    if (lengths[i] > most || shape_bytes(shape_of(lengths[i])) > pool_bytes) {
       raise_error("BlockTooLarge", "block " + std::to_string(i) + " has " +
                                        std::to_string(lengths[i]) + " bytes, the whole pool has " +
-                                       std::to_string(node.segment().bytes()) +
-                                       "; open the store with a larger dram=");
+                                       std::to_string(pool_bytes) +
+                                       "; give the node more memory (dram=)");
     }
   }
 }
@@ -132,8 +133,9 @@ std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t 
 // ---- Store -------------------------------------------------------------------------------------
 
 Store::Store(const std::shared_ptr<Node>& node, const std::string& digest, uint64_t part_bytes)
-    : pid_(getpid()) {
-  local_ = std::shared_ptr<LocalStore>(new LocalStore(node, digest, part_bytes), ForkAware{pid_});
+    : pid_(getpid()), node_(node) {
+  transport_ =
+      std::shared_ptr<Transport>(new LocalStore(node, digest, part_bytes), ForkAware{pid_});
   transfers_ = std::shared_ptr<Transfers>(new Transfers(), ForkAware{pid_});
 }
 
@@ -146,15 +148,20 @@ void Store::close() {
   if (closed_.exchange(true)) return;
   const py::gil_scoped_release unlocked;
   transfers_->cancel_all();
-  local_->node().room_freed();  // wakes what waits for room
+  transport_->wake();
   // Calls under way have deadlines, and transfers were told to end: both let go of their slots by
   // themselves.
   while (calls_.load() > 0 || transfers_->num_unfinished() > 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  local_->session().end();
-  local_->node().room_freed();
-  local_.reset();  // the memory goes with the last store and the last view
+  transport_->end();
+  transport_.reset();
+  node_.reset();  // the memory goes with the last store and the last view
+}
+
+std::shared_ptr<Node> Store::node() {
+  const Call call(*this);
+  return node_;
 }
 
 Store::Call::Call(Store& store) : store_(store) {
@@ -169,19 +176,26 @@ Store::Call::Call(Store& store) : store_(store) {
 py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
                      uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns) {
   const Call call(*this);
-  const PutArguments arguments(keys, buffers, skip, chain, version, texts, *local_);
-  check_sizes(arguments.lengths, local_->node());
-  const Node::Loan loan(local_->node(), buffers.blocks(), false);
+  const PutArguments arguments(keys, buffers, skip, chain, version, texts, *transport_);
+  check_sizes(arguments.lengths, *transport_);
+  const Loans::Loan loan(transport_->loans(), buffers.blocks(), false);
   if (!loan.granted()) raise_busy();
   const CallLimits limits = limits_for(timeout_ns);
-  const auto grants = local_->reserve(arguments.request);
+  PutOutcome outcome;
+  if (!transport_->local()) {
+    without_gil_if(true,
+                   [&] { outcome = transport_->put(arguments.request, buffers.blocks(), limits); });
+    return to_python(outcome);
+  }
+  // In process the lock is given up only if the put has to wait or the copy is long.
+  const auto grants = transport_->reserve(arguments.request, limits);
   const bool waits =
       std::ranges::count(grants->statuses, Status::kOutOfSpace) > 0 && timeout_ns > 0;
-  PutOutcome outcome;
   const auto finish = [&] {
-    if (waits) local_->reserve_more(*grants, chain, limits);
-    const Status written = local_->write(*grants, buffers.blocks(), {}, limits.for_copy());
-    outcome = local_->commit(*grants, written == Status::kOk ? grants->items.size() : 0, written);
+    if (waits) transport_->reserve_more(*grants, chain, limits);
+    const Status written = transport_->write(*grants, buffers.blocks(), {}, limits.for_copy());
+    outcome =
+        transport_->commit(*grants, written == Status::kOk ? grants->items.size() : 0, written);
   };
   without_gil_if(waits || total_bytes(buffers.blocks()) >= kShortCopyBytes, finish);
   return to_python(outcome);
@@ -190,41 +204,43 @@ py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip
 py::tuple Store::get(const py::buffer& keys, const Buffers& buffers, int64_t timeout_ns) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
-  const Node::Loan loan(local_->node(), buffers.blocks(), true);
+  const Loans::Loan loan(transport_->loans(), buffers.blocks(), true);
   if (!loan.granted()) raise_busy();
   GetOutcome outcome;
-  without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes,
-                 [&] { outcome = local_->get(wanted, buffers.blocks(), limits_for(timeout_ns)); });
+  without_gil_if(gives_up_lock(total_bytes(buffers.blocks())), [&] {
+    outcome = transport_->get(wanted, buffers.blocks(), limits_for(timeout_ns));
+  });
   return to_python(outcome, buffers.blocks());
 }
 
 size_t Store::match(const py::buffer& keys, size_t skip, uint16_t ranks) {
   const Call call(*this);
-  return local_->match(to_keys(keys), skip, ranks);
+  const std::vector<BlockKey> wanted = to_keys(keys);
+  size_t matched = 0;
+  without_gil_if(gives_up_lock(0), [&] { matched = transport_->match(wanted, skip, ranks); });
+  return matched;
 }
 
 py::bytes Store::exists(const py::buffer& keys) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
-  std::string held(wanted.size(), '\0');
-  const Blocks& blocks = local_->node().blocks();
-  blocks.for_each(wanted, [&](size_t i, uint64_t hashed) {
-    held[i] = blocks.holds(wanted[i], hashed, local_->session().space()) ? 1 : 0;
-    return true;
-  });
-  return {held};
+  std::vector<bool> held;
+  without_gil_if(gives_up_lock(0), [&] { held = transport_->exists(wanted); });
+  return {std::string(held.begin(), held.end())};
 }
 
 uint32_t Store::clear() {
   const Call call(*this);
   const py::gil_scoped_release unlocked;
-  return local_->clear();
+  return transport_->clear();
 }
 
 py::list Store::list() {
   const Call call(*this);
+  std::vector<Listed> blocks;
+  without_gil_if(true, [&] { blocks = transport_->list(); });
   py::list listed;
-  for (const Listed& block : local_->node().blocks().list(local_->session().space())) {
+  for (const Listed& block : blocks) {
     const auto* key = reinterpret_cast<const char*>(block.key.bytes.data());
     listed.append(py::make_tuple(py::bytes(key, kKeyBytes), block.length, py::bytes(block.text),
                                  block.pinned));
@@ -234,59 +250,45 @@ py::list Store::list() {
 
 py::dict Store::usage() {
   const Call call(*this);
-  Node& node = local_->node();
-  const Namespace& space = local_->session().space();
-  const PoolUsage pool = node.pool().usage();
-  const BlockCounters& counters = node.blocks().counters();
+  UsageReport report;
+  without_gil_if(gives_up_lock(0), [&] { report = transport_->usage(); });
   py::dict usage;
-  usage["blocks"] = space.blocks.load();
-  usage["bytes"] = space.bytes.load();
-  usage["version"] = space.version.load();
-  usage["capacity_bytes"] = pool.capacity_bytes;
-  usage["pool_bytes"] = node.segment().bytes();
-  usage["free_bytes"] = pool.free_bytes;
-  usage["taken_bytes"] = pool.taken_bytes;
-  usage["largest_free_bytes"] = uint64_t{pool.largest_free_run} * kFrameBytes;
-  usage["slots"] = pool.slots;
-  usage["granted_blocks"] = node.num_granted();
-  usage["stuck_bytes"] = node.stuck_bytes();
-  usage["leased_blocks"] = node.blocks().num_leased();
-  usage["pinned_blocks"] = node.blocks().num_pinned();
-  usage["view_bytes"] = node.limits().view_bytes.load();
-  usage["view_bytes_max"] = node.limits().view_bytes_max;
-  usage["requested"] = counters.requested.load();
-  usage["hits"] = counters.hits.load();
-  usage["commits"] = counters.commits.load();
-  usage["evictions"] = counters.evictions.load();
-  usage["removals"] = counters.removals.load();
-  usage["corrupt"] = counters.corrupt.load();
-  usage["scrubbed"] = counters.scrubbed.load();
-  usage["pages"] = node.segment().pages();
-  usage["populating"] = node.populating();
+  for (const auto& [name, count] : report.counts) usage[name.c_str()] = count;
+  usage["populating"] = usage["populating"].cast<uint64_t>() != 0;
+  usage["pages"] = report.pages;
   return usage;
+}
+
+size_t Store::apply(KeyOperation operation, const py::buffer& keys) {
+  const Call call(*this);
+  const std::vector<BlockKey> named = to_keys(keys);
+  size_t held = 0;
+  without_gil_if(gives_up_lock(0), [&] { held = transport_->apply(operation, named); });
+  return held;
 }
 
 std::string Store::audit() {
   const Call call(*this);
-  return local_->node().audit();
+  const py::gil_scoped_release unlocked;
+  return transport_->audit();
 }
 
 bool Store::settle(int64_t timeout_ns) {
   const Call call(*this);
   const py::gil_scoped_release unlocked;
-  return local_->node().settle(deadline_after(timeout_ns));
+  return transport_->settle(deadline_after(timeout_ns));
 }
 
 py::bytes Store::evicted() {
   const Call call(*this);
-  const std::vector<BlockKey> keys = local_->node().blocks().take_evicted();
+  const std::vector<BlockKey> keys = transport_->take_evicted();
   return {reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes};
 }
 
 }  // namespace kvstore
 
 PYBIND11_MODULE(_core, m) {
-  using kvstore::LocalStore;
+  using kvstore::KeyOperation;
   using kvstore::Node;
   using kvstore::Store;
   m.doc() = "The native core of kvstore. Use it through `kvstore`.";
@@ -317,27 +319,19 @@ PYBIND11_MODULE(_core, m) {
            py::arg("digest"), py::arg("part_bytes"))
       .def("close", &Store::close)
       .def("version", [](Store& self) { return Store::Call(self)->version(); })
-      .def("node", [](Store& self) { return Store::Call(self)->shared_node(); })
+      .def("node", &Store::node)
       .def("put", &Store::put)
       .def("get", &Store::get)
       .def("match", &Store::match)
       .def("exists", &Store::exists)
-      .def("remove",
-           [](Store& self, const py::buffer& keys) {
-             return Store::Call(self)->remove(kvstore::to_keys(keys));
-           })
-      .def("touch",
-           [](Store& self, const py::buffer& keys) {
-             return Store::Call(self)->touch(kvstore::to_keys(keys));
-           })
+      .def("remove", [](Store& self,
+                        const py::buffer& keys) { return self.apply(KeyOperation::kRemove, keys); })
+      .def("touch", [](Store& self,
+                       const py::buffer& keys) { return self.apply(KeyOperation::kTouch, keys); })
       .def("pin",
-           [](Store& self, const py::buffer& keys) {
-             return Store::Call(self)->pin(kvstore::to_keys(keys));
-           })
-      .def("unpin",
-           [](Store& self, const py::buffer& keys) {
-             return Store::Call(self)->unpin(kvstore::to_keys(keys));
-           })
+           [](Store& self, const py::buffer& keys) { return self.apply(KeyOperation::kPin, keys); })
+      .def("unpin", [](Store& self,
+                       const py::buffer& keys) { return self.apply(KeyOperation::kUnpin, keys); })
       .def("clear", &Store::clear)
       .def("list", &Store::list)
       .def("usage", &Store::usage)

@@ -48,7 +48,7 @@ pybind11::tuple to_python(const PutOutcome& outcome);
 pybind11::tuple to_python(const GetOutcome& outcome, const std::vector<BlockMemory>& blocks);
 uint64_t total_bytes(const std::vector<BlockMemory>& blocks);
 void check_fork(pid_t owner);
-void check_sizes(const std::vector<uint64_t>& lengths, Node& node);
+void check_sizes(const std::vector<uint64_t>& lengths, Transport& transport);
 [[noreturn]] inline void raise_busy() {
   raise_error(
       "BufferBusy",
@@ -59,8 +59,7 @@ void check_sizes(const std::vector<uint64_t>& lengths, Node& node);
 // move.
 struct PutArguments {
   PutArguments(const pybind11::buffer& key_bytes, const Buffers& buffers, size_t skip, bool chain,
-               uint32_t version, const std::vector<std::string>& texts_given,
-               const LocalStore& store);
+               uint32_t version, const std::vector<std::string>& texts_given, Transport& store);
   PutArguments(const PutArguments&) = delete;
   PutArguments& operator=(const PutArguments&) = delete;
 
@@ -84,8 +83,8 @@ class Store {
     ~Call() { store_.calls_.fetch_sub(1); }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
-    LocalStore* operator->() const { return store_.local_.get(); }
-    const std::shared_ptr<LocalStore>& local() const { return store_.local_; }
+    Transport* operator->() const { return store_.transport_.get(); }
+    const std::shared_ptr<Transport>& transport() const { return store_.transport_; }
 
    private:
     Store& store_;
@@ -97,6 +96,7 @@ class Store {
   pybind11::tuple get(const pybind11::buffer& keys, const Buffers& buffers, int64_t timeout_ns);
   size_t match(const pybind11::buffer& keys, size_t skip, uint16_t ranks);
   pybind11::bytes exists(const pybind11::buffer& keys);
+  size_t apply(KeyOperation operation, const pybind11::buffer& keys);
   uint32_t clear();
   pybind11::list list();
   pybind11::dict usage();
@@ -118,6 +118,11 @@ class Store {
   int await_fd();
   void set_awaiting(bool awaiting);
 
+  std::shared_ptr<Node> node();  // embedded stores only
+  // Whether a call that copies this much lets other Python threads run meanwhile.
+  bool gives_up_lock(uint64_t bytes) const {
+    return bytes >= kShortCopyBytes || !transport_->local();
+  }
   pid_t pid() const { return pid_; }
   bool closed() const { return closed_.load(); }
 
@@ -125,7 +130,8 @@ class Store {
   std::shared_ptr<Transfer> submit(std::function<void(Transfer&)> work, bool here);
 
   const pid_t pid_;
-  std::shared_ptr<LocalStore> local_;
+  std::shared_ptr<Node> node_;  // null where it is elsewhere
+  std::shared_ptr<Transport> transport_;
   std::shared_ptr<Transfers> transfers_;
   std::atomic<uint32_t> calls_{0};
   std::atomic<bool> closed_{false};

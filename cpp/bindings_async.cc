@@ -14,28 +14,28 @@ namespace {
 struct AsyncPut {
   AsyncPut(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
            uint32_t version, const std::vector<std::string>& texts,
-           const std::shared_ptr<LocalStore>& at)
+           const std::shared_ptr<Transport>& at)
       : store(at),
         blocks(buffers.blocks()),
         arguments(keys, buffers, skip, chain, version, texts, *at),
-        loan(at->node(), blocks, false) {}
-  std::shared_ptr<LocalStore> store;
+        loan(at->loans(), blocks, false) {}
+  std::shared_ptr<Transport> store;
   std::vector<BlockMemory> blocks;
   PutArguments arguments;
-  Node::Loan loan;
+  Loans::Loan loan;
 };
 
 struct AsyncGet {
   AsyncGet(const py::buffer& key_bytes, const Buffers& buffers,
-           const std::shared_ptr<LocalStore>& at)
+           const std::shared_ptr<Transport>& at)
       : store(at),
         keys(to_keys(key_bytes)),
         blocks(buffers.blocks()),
-        loan(store->node(), blocks, true) {}
-  std::shared_ptr<LocalStore> store;
+        loan(store->loans(), blocks, true) {}
+  std::shared_ptr<Transport> store;
   std::vector<BlockKey> keys;
   std::vector<BlockMemory> blocks;
-  Node::Loan loan;
+  Loans::Loan loan;
 };
 
 }  // namespace
@@ -55,8 +55,8 @@ std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers
                                            const std::vector<std::string>& texts,
                                            int64_t timeout_ns) {
   const Call call(*this);
-  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, local_);
-  check_sizes(job->arguments.lengths, local_->node());
+  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, transport_);
+  check_sizes(job->arguments.lengths, *transport_);
   if (!job->loan.granted()) raise_busy();
   return submit(
       [job, limits = limits_for(timeout_ns)](Transfer& transfer) mutable {
@@ -73,7 +73,7 @@ std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers
 std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers& buffers,
                                            int64_t timeout_ns) {
   const Call call(*this);
-  auto job = std::make_shared<AsyncGet>(keys, buffers, local_);
+  auto job = std::make_shared<AsyncGet>(keys, buffers, transport_);
   if (!job->loan.granted()) raise_busy();
   return submit(
       [job, limits = limits_for(timeout_ns)](Transfer& transfer) mutable {
@@ -91,9 +91,10 @@ std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers
 std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip, uint16_t ranks) {
   const Call call(*this);
   // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
-  return submit(
-      [&](Transfer& transfer) { transfer.matched = local_->match(to_keys(keys), skip, ranks); },
-      true);
+  std::vector<BlockKey> wanted = to_keys(keys);
+  return submit([store = transport_, wanted = std::move(wanted), skip, ranks](
+                    Transfer& transfer) { transfer.matched = store->match(wanted, skip, ranks); },
+                transport_->local());
 }
 
 std::vector<std::shared_ptr<Transfer>> Store::drain() {
@@ -113,7 +114,7 @@ void Store::cancel(Transfer& transfer) {
   check_fork(pid_);
   transfer.cancelled.store(true);
   calls_.fetch_add(1);
-  if (!closed_.load()) local_->node().room_freed();  // it may be waiting for room
+  if (!closed_.load()) transport_->wake();
   calls_.fetch_sub(1);
 }
 

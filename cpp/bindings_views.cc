@@ -13,7 +13,7 @@ namespace {
 
 // A lease that views hang on: it ends with close() and the last export, whichever is later.
 struct ViewHold {
-  std::shared_ptr<LocalStore> store;
+  std::shared_ptr<Transport> store;
   std::shared_ptr<LeaseBatch> leases;
   pid_t pid;
   size_t exports = 0;
@@ -81,9 +81,9 @@ py::object make_view(const std::shared_ptr<ViewHold>& hold, uint8_t* data, uint6
 
 class Leases {
  public:
-  Leases(std::shared_ptr<Store> store, std::shared_ptr<LocalStore> local,
+  Leases(std::shared_ptr<Store> store, std::shared_ptr<Transport> transport,
          std::shared_ptr<LeaseBatch> batch)
-      : store_(std::move(store)), local_(std::move(local)), batch_(std::move(batch)) {}
+      : store_(std::move(store)), transport_(std::move(transport)), batch_(std::move(batch)) {}
   ~Leases() {
     if (getpid() == store_->pid()) release();
   }
@@ -112,10 +112,10 @@ class Leases {
         raise_error("InvalidArgument", "the part lies beyond the block's end");
       }
     }
-    const Node::Loan loan(call->node(), blocks, true);
+    const Loans::Loan loan(call->loans(), blocks, true);
     if (!loan.granted()) raise_busy();
     GetOutcome outcome;
-    without_gil_if(total_bytes(blocks) >= kShortCopyBytes, [&] {
+    without_gil_if(store_->gives_up_lock(total_bytes(blocks)), [&] {
       outcome =
           call->read(*batch, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
     });
@@ -131,24 +131,22 @@ class Leases {
     const Store::Call call(*store_);
     check_open();
     if (hold_ == nullptr) {
-      if (!call->session().make_view(*batch_)) {
+      bool view_granted = false;
+      without_gil_if(store_->gives_up_lock(0), [&] { view_granted = call->make_view(*batch_); });
+      if (!view_granted) {
         raise_error("ViewsRefused",
                     "views would hold " + std::to_string(batch_->bytes) +
-                        " more bytes, the limit is " +
-                        std::to_string(call->node().limits().view_bytes_max) +
+                        " more bytes, the limit is " + std::to_string(call->view_bytes_max()) +
                         " in all; use read(), close other views, or open with a larger "
                         "view_fraction");
       }
-      hold_ = std::make_shared<ViewHold>(ViewHold{call.local(), batch_, store_->pid()});
+      hold_ = std::make_shared<ViewHold>(ViewHold{call.transport(), batch_, store_->pid()});
     }
     py::list blocks;
-    for (const auto& item : batch_->items) {
+    for (size_t i = 0; i < batch_->items.size(); ++i) {
       py::list extents;
-      if (item) {
-        for (const Extent& extent : call->node().pool().extents(item->slot, item->length)) {
-          extents.append(
-              make_view(hold_, call->node().segment().data() + extent.offset, extent.bytes));
-        }
+      for (const std::span<uint8_t> piece : call->view(*batch_, i)) {
+        extents.append(make_view(hold_, piece.data(), piece.size()));
       }
       blocks.append(std::move(extents));
     }
@@ -166,7 +164,8 @@ class Leases {
   py::bytes ticket() {
     const Store::Call call(*store_);
     check_open();
-    const AttemptId ticket = call->session().ticket(*batch_);
+    AttemptId ticket;
+    without_gil_if(store_->gives_up_lock(0), [&] { ticket = call->ticket(*batch_); });
     return {reinterpret_cast<const char*>(&ticket), sizeof ticket};
   }
 
@@ -180,9 +179,10 @@ class Leases {
       hold_->closed = true;
       hold_->end_if_unused();
     } else {
-      held_ = local_->release(*batch_) == Released::kHeld;
+      without_gil_if(store_->gives_up_lock(0),
+                     [&] { held_ = transport_->release(*batch_) == Released::kHeld; });
     }
-    local_.reset();
+    transport_.reset();
     return held_;
   }
 
@@ -194,7 +194,7 @@ class Leases {
   }
 
   const std::shared_ptr<Store> store_;
-  std::shared_ptr<LocalStore> local_;  // until released
+  std::shared_ptr<Transport> transport_;  // until released
   const std::shared_ptr<LeaseBatch> batch_;
   std::shared_ptr<ViewHold> hold_;
   bool released_ = false;
@@ -237,11 +237,11 @@ class Grants {
                                            std::to_string(needed));
       }
     }
-    const Node::Loan loan(call->node(), buffers.blocks(), false);
+    const Loans::Loan loan(call->loans(), buffers.blocks(), false);
     if (!loan.granted()) raise_busy();
     Status written = Status::kOk;
     ++num_writing_;
-    without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes, [&] {
+    without_gil_if(store_->gives_up_lock(total_bytes(buffers.blocks())), [&] {
       written = call->write(*batch_, buffers.blocks(), {range_first, range_bytes},
                             limits_for(timeout_ns));
     });
@@ -271,7 +271,10 @@ class Grants {
       raise_error("InvalidArgument", "another thread is still writing a part of this put");
     }
     ended_ = true;
-    return call->commit(*batch_, end, Status::kCancelled);
+    PutOutcome outcome;
+    without_gil_if(store_->gives_up_lock(0),
+                   [&] { outcome = call->commit(*batch_, end, Status::kCancelled); });
+    return outcome;
   }
 
   const std::shared_ptr<Store> store_;
@@ -286,7 +289,10 @@ class Grants {
 std::shared_ptr<Leases> lookup(const std::shared_ptr<Store>& store, const py::buffer& keys,
                                size_t skip, bool run) {
   const Store::Call call(*store);
-  return std::make_shared<Leases>(store, call.local(), call->lookup(to_keys(keys), skip, run));
+  const std::vector<BlockKey> wanted = to_keys(keys);
+  std::shared_ptr<LeaseBatch> batch;
+  without_gil_if(store->gives_up_lock(0), [&] { batch = call->lookup(wanted, skip, run); });
+  return std::make_shared<Leases>(store, call.transport(), std::move(batch));
 }
 
 std::shared_ptr<Leases> redeem(const std::shared_ptr<Store>& store, const std::string& ticket) {
@@ -294,9 +300,10 @@ std::shared_ptr<Leases> redeem(const std::shared_ptr<Store>& store, const std::s
   AttemptId name;
   if (ticket.size() != sizeof name) raise_error("InvalidArgument", "a ticket has 16 bytes");
   memcpy(&name, ticket.data(), sizeof name);
-  auto batch = call->node().redeem(name, call->session());
+  std::shared_ptr<LeaseBatch> batch;
+  without_gil_if(store->gives_up_lock(0), [&] { batch = call->redeem(name); });
   return batch == nullptr ? nullptr
-                          : std::make_shared<Leases>(store, call.local(), std::move(batch));
+                          : std::make_shared<Leases>(store, call.transport(), std::move(batch));
 }
 
 std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::buffer& keys,
@@ -307,11 +314,13 @@ std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::b
   const std::vector<BlockKey> named = to_keys(keys);
   if (skip + lengths.size() != named.size())
     raise_error("InvalidArgument", "keys and lengths differ in number");
-  check_sizes(lengths, call->node());
+  check_sizes(lengths, *call.transport());
   PutRequest request{named, skip, lengths, texts, version == 0 ? call->version() : version, chain};
-  auto batch = call->reserve(request);
+  const CallLimits limits = limits_for(timeout_ns);
+  std::shared_ptr<GrantBatch> batch;
+  without_gil_if(store->gives_up_lock(0), [&] { batch = call->reserve(request, limits); });
   if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
-    without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits_for(timeout_ns)); });
+    without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits); });
   }
   return std::make_shared<Grants>(store, std::move(batch));
 }

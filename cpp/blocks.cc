@@ -254,8 +254,8 @@ std::optional<Found> Blocks::lease(const BlockKey& key, uint64_t hashed, const N
   num_leased_.fetch_add(1, std::memory_order_relaxed);
   touch_entry(stripe, id, stamp);
   const SlotHeader& header = segment_.header(entry.slot);
-  return Found{stripe.ref(id), entry.slot, header.generation.load(std::memory_order_relaxed),
-               header.length, entry.parts()};
+  return Found{stripe.ref(id), entry.slot,    header.generation.load(std::memory_order_relaxed),
+               header.length,  entry.parts(), {}};
 }
 
 void Blocks::lease_again(EntryRef ref) {

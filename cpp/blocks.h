@@ -54,6 +54,7 @@ struct Found {
   uint64_t generation = 0;
   uint64_t length = 0;
   std::span<const uint32_t> parts;  // CRC32C per part
+  std::vector<Extent> extents;      // filled by the transport that reads
 };
 
 // Everything commit() needs of a granted slot.

@@ -39,14 +39,6 @@ std::chrono::steady_clock::time_point to_time_point(Nanos when) {
 
 std::string mib(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-void bounds(const std::vector<BlockMemory>& memory, uintptr_t* low, uintptr_t* high) {
-  for (const BlockMemory& block : memory) {
-    const auto [first, last] = block.bounds();
-    *low = std::min(*low, first);
-    *high = std::max(*high, last);
-  }
-}
-
 }  // namespace
 
 std::shared_ptr<Node> Node::open(const NodeOptions& options, std::string* error) {
@@ -253,28 +245,6 @@ std::string Node::audit() {
   uint64_t leased = 0;
   for (const auto& session : sessions()) leased += session->num_leased();
   return blocks_.audit(num_granted(), leased);
-}
-
-// ---- loans -------------------------------------------------------------------------------------
-
-Node::Loan::Loan(Node& node, const std::vector<BlockMemory>& memory, bool writable)
-    : node_(node), memory_(memory), writable_(writable) {
-  bounds(memory, &low_, &high_);
-  const std::lock_guard lock(node_.mutex_);
-  for (const Loan* other : node_.loans_) {
-    if ((writable_ || other->writable_) && low_ < other->high_ && other->low_ < high_ &&
-        any_overlap(memory_, other->memory_)) {
-      return;
-    }
-  }
-  node_.loans_.push_back(this);
-  granted_ = true;
-}
-
-Node::Loan::~Loan() {
-  if (!granted_) return;
-  const std::lock_guard lock(node_.mutex_);
-  std::erase(node_.loans_, this);
 }
 
 }  // namespace kvstore

@@ -16,6 +16,7 @@
 
 #include "blocks.h"
 #include "copier.h"
+#include "loans.h"
 #include "memory.h"
 #include "pool.h"
 #include "segment.h"
@@ -53,6 +54,7 @@ class Node {
   Blocks& blocks() { return blocks_; }
   Copier& copier() { return copier_; }
   SessionLimits& limits() { return limits_; }
+  Loans& loans() { return loans_; }
 
   // Waits until something was given back since `frees` was read, or `deadline`. False if waiting is
   // useless: nothing that ends by itself (a put under way, a copying lease, memory still to be
@@ -72,25 +74,6 @@ class Node {
   uint64_t stuck_bytes();
   std::string audit();
 
-  // Memory lent to transfers under way, so that nobody fills what another reads or fills.
-  class Loan {
-   public:
-    Loan(Node& node, const std::vector<BlockMemory>& memory, bool writable);  // check granted()
-    ~Loan();
-    Loan(const Loan&) = delete;
-    Loan& operator=(const Loan&) = delete;
-    bool granted() const { return granted_; }
-
-   private:
-    friend class Node;
-    Node& node_;
-    const std::vector<BlockMemory>& memory_;
-    const bool writable_;
-    uintptr_t low_ = UINTPTR_MAX;
-    uintptr_t high_ = 0;
-    bool granted_ = false;
-  };
-
  private:
   explicit Node(std::unique_ptr<Segment> segment, const NodeOptions& options);
   void populate();
@@ -103,12 +86,12 @@ class Node {
   Blocks blocks_;
   SessionLimits limits_;
   Copier copier_;
+  Loans loans_;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   std::vector<std::weak_ptr<Session>> sessions_;
   std::string population_error_;
-  std::vector<const Loan*> loans_;
   uint64_t refills_wanted_ = 0;
   uint64_t refills_done_ = 0;
   bool stopping_ = false;

@@ -47,6 +47,7 @@ struct GrantBatch {
     uint64_t length = 0;
     Stamp stamp = 0;
     Pool::Taken taken{kNoSlot, 0};
+    std::vector<Extent> extents;                 // filled by the transport that writes
     std::vector<std::optional<uint32_t>> parts;  // checksum per part; empty: not written yet
     std::string text;
   };

@@ -35,7 +35,7 @@ struct Chain {
         lengths(count, kFrameBytes),
         bytes(payload(first, 1, kFrameBytes)),
         blocks(count, BlockMemory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size())) {}
-  PutRequest request(const LocalStore& store) const {
+  PutRequest request(LocalStore& store) const {
     return {keys, 0, lengths, {}, store.version(), true};
   }
   std::vector<BlockKey> keys;
@@ -59,10 +59,10 @@ TEST_CASE("two puts that each hold half of the pool do not wait for one another"
   // Each wants six frames and finds four.
   const Chain a(100, 6);
   const Chain b(200, 6);
-  const auto grants_a = first.reserve(a.request(first));
-  first.remove(held.keys);
+  const auto grants_a = first.reserve(a.request(first), limits);
+  first.apply(KeyOperation::kRemove, held.keys);
   first.release(*view);
-  const auto grants_b = second.reserve(b.request(second));
+  const auto grants_b = second.reserve(b.request(second), limits);
   const auto granted = [](const GrantBatch& grants) {
     return std::ranges::count(grants.statuses, Status::kOk);
   };

@@ -58,17 +58,18 @@ class Actor {
         return random_() % 2 == 0 ? get_in_background(number) : put_in_background(number);
       case 9:
         store_.match(keys_of(number, 8), 0, 1);
-        store_.touch(keys_of(number, 4));
+        store_.apply(KeyOperation::kTouch, keys_of(number, 4));
         return;
       case 10:
-        if (store_.pin(keys_of(number, 1)) == 1) store_.unpin(keys_of(number, 1));
+        if (store_.apply(KeyOperation::kPin, keys_of(number, 1)) == 1)
+          store_.apply(KeyOperation::kUnpin, keys_of(number, 1));
         store_.session().revoke_overdue(monotonic_now());
         return;
       default:
         if (random_() % 100 == 0) {
           store_.clear();
         } else {
-          store_.remove(keys_of(number, 1));
+          store_.apply(KeyOperation::kRemove, keys_of(number, 1));
         }
     }
   }

@@ -173,7 +173,7 @@ struct FullNode {
     REQUIRE(node->settle(kNever));
     store = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
     writer = std::make_unique<LocalStore>(node, "first", kOpaquePartBytes);
-    grants = writer->reserve({taken, 0, lengths, {}, 1, true});
+    grants = writer->reserve({taken, 0, lengths, {}, 1, true}, {});
     REQUIRE(grants->statuses[0] == Status::kOk);
   }
   std::shared_ptr<Transfer> put() {
