@@ -74,6 +74,7 @@ Blocks::Blocks(Segment& segment, Pool& pool, const Options& options)
     stripes_[number].number = number;
     stripes_[number].policy = std::make_unique<LruPolicy>();
   }
+  part_sizes_[0].store(kOpaquePartBytes);
   for (auto& of_class : oldest_) {
     for (auto& stamp : of_class) stamp.store(kNoStamp, std::memory_order_relaxed);
   }
@@ -89,22 +90,26 @@ Blocks::~Blocks() {
   }
 }
 
-Namespace& Blocks::open_namespace(const std::string& digest, uint64_t part_bytes) {
+Namespace* Blocks::open_namespace(const std::string& digest) {
   const std::lock_guard lock(namespaces_mutex_);
-  const auto [at, fresh] =
-      namespace_ids_.try_emplace(digest, static_cast<NamespaceId>(namespaces_.size()));
-  if (fresh) {
-    namespaces_.push_back(std::make_unique<Namespace>());
-    namespaces_.back()->id = at->second;
-    namespaces_.back()->digest = digest;
-    namespaces_.back()->part_bytes = part_bytes;
-  }
-  return *namespaces_[at->second];
+  const auto known = namespace_ids_.find(digest);
+  if (known != namespace_ids_.end()) return namespaces_[known->second].get();
+  if (namespaces_.size() == kNamespacesMax) return nullptr;
+  const auto id = static_cast<NamespaceId>(namespaces_.size());
+  namespaces_.push_back(std::make_unique<Namespace>());
+  namespaces_.back()->id = id;
+  namespaces_.back()->digest = digest;
+  namespace_ids_.emplace(digest, id);
+  return namespaces_.back().get();
 }
 
-uint64_t Blocks::part_bytes_of(NamespaceId id) const {
+std::optional<PartSizeId> Blocks::part_size(uint64_t part_bytes) {
   const std::lock_guard lock(namespaces_mutex_);
-  return namespaces_[id]->part_bytes;
+  for (size_t id = 0; id < part_sizes_.size(); ++id) {
+    if (part_sizes_[id].load() == 0) part_sizes_[id].store(part_bytes);
+    if (part_sizes_[id].load() == part_bytes) return static_cast<PartSizeId>(id);
+  }
+  return std::nullopt;
 }
 
 uint32_t Blocks::clear(Namespace& space) {
@@ -116,7 +121,7 @@ uint32_t Blocks::clear(Namespace& space) {
     const std::lock_guard lock(stripe.mutex);
     for (uint32_t id = 0; id < stripe.num_entries; ++id) {
       const Entry& entry = stripe.entry(id);
-      if (entry.live() && entry.name_space == space.id && entry.version < version)
+      if (entry.live() && entry.name_space() == space.id && entry.version < version)
         drop(stripe, id, Reason::kCleared);
     }
   }
@@ -131,7 +136,7 @@ std::vector<Listed> Blocks::list(const Namespace& space) const {
     const std::lock_guard lock(stripe.mutex);
     for (uint32_t id = 0; id < stripe.num_entries; ++id) {
       const Entry& entry = stripe.entry(id);
-      if (!entry.live() || entry.name_space != space.id || entry.version != version) continue;
+      if (!entry.live() || entry.name_space() != space.id || entry.version != version) continue;
       const auto text = stripe.texts.find(id);
       listed.push_back({entry.key, segment_.header(entry.slot).length,
                         text == stripe.texts.end() ? std::string() : text->second,
@@ -160,14 +165,14 @@ Blocks::Stripe& Blocks::stripe_of(uint64_t hash) const {
 
 uint32_t Blocks::find(const Stripe& stripe, uint64_t hash, const BlockKey& key,
                       const Namespace& space) const {
-  const int64_t at = stripe.find(hash, [&](uint32_t id) { return stripe.entry(id).key == key; });
+  const int64_t at = stripe.find(hash, [&](uint32_t id) {
+    const Entry& entry = stripe.entry(id);
+    return entry.key == key && entry.name_space() == space.id;
+  });
   if (at < 0) return kNotHere;
   const uint32_t id = stripe.index[static_cast<uint32_t>(at)] & kEntryMask;
-  const Entry& entry = stripe.entry(id);
-  // A foreign namespace's key, or one that a clear has passed: not here, whatever the sweep has got
-  // to.
-  if (entry.name_space != space.id || entry.version != space.version.load()) return kNotHere;
-  return id;
+  // One that a clear has passed is not here, whatever the sweep has got to.
+  return stripe.entry(id).version == space.version.load() ? id : kNotHere;
 }
 
 void Blocks::prefetch_index(uint64_t hashed) const { stripe_of(hashed).prefetch_index(hashed); }
@@ -200,24 +205,24 @@ Status Blocks::commit(Committing block) {
     pool_.free(block.slot);
     return Status::kStale;
   }
-  const int64_t at =
-      stripe.find(hashed, [&](uint32_t id) { return stripe.entry(id).key == block.key; });
+  const int64_t at = stripe.find(hashed, [&](uint32_t id) {
+    const Entry& entry = stripe.entry(id);
+    return entry.key == block.key && entry.name_space() == block.space->id;
+  });
   if (at >= 0) {
     const uint32_t id = stripe.index[static_cast<uint32_t>(at)] & kEntryMask;
-    const Entry& entry = stripe.entry(id);
-    if (entry.name_space == block.space->id && entry.version == block.version) {
+    if (stripe.entry(id).version == block.version) {
       touch_entry(stripe, id, block.stamp);
       pool_.free(block.slot);
       return Status::kExists;
     }
-    drop(stripe, id,
-         Reason::kCleared);  // of a version the sweep has not reached yet, or under a foreign name
+    drop(stripe, id, Reason::kCleared);  // of a version the sweep has not reached yet
   }
   const uint32_t id = stripe.new_entry(*this);
   Entry& entry = stripe.entry(id);
   entry.key = block.key;
   entry.slot = block.slot;
-  entry.name_space = block.space->id;
+  entry.layout = block.space->id << kPartSizeBits | block.part_size;
   entry.version = block.version;
   entry.num_leases = 0;
   entry.num_pins = 0;
@@ -254,8 +259,13 @@ std::optional<Found> Blocks::lease(const BlockKey& key, uint64_t hashed, const N
   num_leased_.fetch_add(1, std::memory_order_relaxed);
   touch_entry(stripe, id, stamp);
   const SlotHeader& header = segment_.header(entry.slot);
-  return Found{stripe.ref(id), entry.slot,    header.generation.load(std::memory_order_relaxed),
-               header.length,  entry.parts(), {}};
+  return Found{stripe.ref(id),
+               entry.slot,
+               header.generation.load(std::memory_order_relaxed),
+               header.length,
+               part_sizes_[entry.part_size()].load(std::memory_order_relaxed),
+               entry.parts(),
+               {}};
 }
 
 void Blocks::lease_again(EntryRef ref) {
@@ -354,7 +364,7 @@ void Blocks::drop(Stripe& stripe, uint32_t id, Reason reason) {
   count_shape(entry.slot, entry.size_class, -1);
   {
     const std::lock_guard lock(namespaces_mutex_);
-    Namespace& space = *namespaces_[entry.name_space];
+    Namespace& space = *namespaces_[entry.name_space()];
     space.blocks.fetch_sub(1, std::memory_order_relaxed);
     space.bytes.fetch_sub(static_cast<int64_t>(segment_.header(entry.slot).length),
                           std::memory_order_relaxed);

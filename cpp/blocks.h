@@ -18,6 +18,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -36,13 +37,17 @@
 namespace kvstore {
 
 using NamespaceId = uint32_t;
+// One of the part sizes in use on this node. Beside the namespace, since one model cut for another
+// number of ranks has other parts.
+using PartSizeId = uint16_t;
+inline constexpr unsigned kPartSizeBits = 10;
+inline constexpr uint32_t kNamespacesMax = 1U << (32 - kPartSizeBits);
 
 // One namespace on this node; never moves, lives as long as the table.
 struct Namespace {
   NamespaceId id = 0;
   std::string digest;
-  uint64_t part_bytes = kOpaquePartBytes;  // of its blocks; the last part may be shorter
-  std::atomic<uint32_t> version{1};        // raised by clear()
+  std::atomic<uint32_t> version{1};  // raised by clear()
   std::atomic<int64_t> blocks{0};
   std::atomic<int64_t> bytes{0};
 };
@@ -53,6 +58,7 @@ struct Found {
   SlotId slot = kNoSlot;
   uint64_t generation = 0;
   uint64_t length = 0;
+  uint64_t part_bytes = 0;          // the last part may be shorter
   std::span<const uint32_t> parts;  // CRC32C per part
   std::vector<Extent> extents;      // filled by the transport that reads
 };
@@ -67,6 +73,7 @@ struct Committing {
   Stamp stamp = 0;
   std::vector<uint32_t> parts;
   std::string text;  // of a text key, else empty
+  PartSizeId part_size = 0;
 };
 
 struct Listed {
@@ -97,7 +104,10 @@ class Blocks {
   Blocks& operator=(const Blocks&) = delete;
 
   // ---- namespaces: a digest is known from its first mention on; versions only grow
-  Namespace& open_namespace(const std::string& digest, uint64_t part_bytes = kOpaquePartBytes);
+  // Null if the node knows kNamespacesMax already.
+  Namespace* open_namespace(const std::string& digest);
+  // The name of a part size; none if too many are in use already.
+  std::optional<PartSizeId> part_size(uint64_t part_bytes);
   uint32_t clear(Namespace& space);
   std::vector<Listed> list(const Namespace& space) const;
 
@@ -217,7 +227,6 @@ class Blocks {
   bool bytes_match(SlotId slot, uint64_t length, uint64_t part_bytes,
                    std::span<const uint32_t> parts) const;
   std::optional<uint64_t> scrub_entry(Stripe& stripe, uint32_t id);
-  uint64_t part_bytes_of(NamespaceId id) const;
   struct Census;
   std::string audit_stripe(const Stripe& stripe, Census* census) const;
 
@@ -246,6 +255,8 @@ class Blocks {
   std::atomic<Stamp> oldest_[kNumClasses + 1][kStripes];
   std::atomic<int64_t> live_[kNumClasses + 1] = {};
 
+  // Sizes of parts by their names; zero: not used yet. Set under namespaces_mutex_.
+  std::array<std::atomic<uint64_t>, 1U << kPartSizeBits> part_sizes_{};
   mutable std::mutex namespaces_mutex_;  // guards the next two
   std::vector<std::unique_ptr<Namespace>> namespaces_;
   std::map<std::string, NamespaceId> namespace_ids_;

@@ -115,8 +115,7 @@ Status write_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes, Grant
   return ended.load();
 }
 
-GetOutcome read_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes,
-                       const LeaseBatch& leases, size_t first,
+GetOutcome read_blocks(uint8_t* segment, Copier& copier, const LeaseBatch& leases, size_t first,
                        const std::vector<BlockMemory>& blocks, ByteRange range,
                        const CallLimits& limits) {
   GetOutcome outcome;
@@ -132,7 +131,7 @@ GetOutcome read_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes,
     outcome.bytes[i] = end - range.first;
     if (outcome.bytes[i] > blocks[i].bytes() && !outcome.too_small)
       outcome.too_small = {i, found->length};
-    add_units(i, range.first, end, part_bytes, &units);
+    add_units(i, range.first, end, found->part_bytes, &units);
     bytes += outcome.bytes[i];
   }
   if (outcome.too_small) return outcome;
@@ -146,7 +145,7 @@ GetOutcome read_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes,
     }
     const Found& found = *leases.items[first + unit.item];
     copy_unit<Direction::kRead>(segment, found.extents, blocks[unit.item], unit.first - range.first,
-                                unit, part_bytes, [&](uint64_t part, uint32_t crc) {
+                                unit, found.part_bytes, [&](uint64_t part, uint32_t crc) {
                                   if (found.parts[part] != crc)
                                     failed[unit.item].store(Status::kCorrupt);
                                 });

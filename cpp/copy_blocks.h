@@ -19,8 +19,7 @@ Status write_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes, Grant
 // Reads the range of items [first, first + blocks.size()) and checks the parts. A failed item's
 // memory is zeroed; kMiss where nothing is leased.
 // REQUIRES: nothing under the lease moves meanwhile, or the caller finds out afterwards.
-GetOutcome read_blocks(uint8_t* segment, Copier& copier, uint64_t part_bytes,
-                       const LeaseBatch& leases, size_t first,
+GetOutcome read_blocks(uint8_t* segment, Copier& copier, const LeaseBatch& leases, size_t first,
                        const std::vector<BlockMemory>& blocks, ByteRange range,
                        const CallLimits& limits);
 

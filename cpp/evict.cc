@@ -226,8 +226,8 @@ std::string Blocks::audit_stripe(const Stripe& stripe, Census* census) const {
     if (!entry.busy() && entry.has(Entry::kParked))
       return name + ": an idle block is hidden from eviction";
     if (entry.num_pins > 0) ++census->pinned;
-    census->by_namespace[entry.name_space].first += 1;
-    census->by_namespace[entry.name_space].second += static_cast<int64_t>(header.length);
+    census->by_namespace[entry.name_space()].first += 1;
+    census->by_namespace[entry.name_space()].second += static_cast<int64_t>(header.length);
     const uint64_t hashed = hash(entry.key);
     if (&stripe_of(hashed) != &stripe ||
         stripe.find(hashed, [&](uint32_t other) { return other == id; }) < 0) {

@@ -84,8 +84,10 @@ Node::~Node() {
 
 std::shared_ptr<Session> Node::open_session(const std::string& namespace_digest,
                                             uint64_t part_bytes) {
-  Namespace& space = blocks_.open_namespace(namespace_digest, part_bytes);
-  auto session = std::make_shared<Session>(blocks_, space, limits_);
+  Namespace* const space = blocks_.open_namespace(namespace_digest);
+  const auto part_size = blocks_.part_size(part_bytes);
+  if (space == nullptr || !part_size) return nullptr;
+  auto session = std::make_shared<Session>(blocks_, *space, limits_, part_bytes, *part_size);
   const std::lock_guard lock(mutex_);
   std::erase_if(sessions_, [](const auto& gone) { return gone.expired(); });
   sessions_.push_back(session);

@@ -44,7 +44,7 @@ class Node {
   Node(const Node&) = delete;
   Node& operator=(const Node&) = delete;
 
-  // Blocks of a namespace are cut into parts of `part_bytes`, the last one shorter.
+  // Null if more namespaces, or sizes of parts, are in use than a node can name.
   std::shared_ptr<Session> open_session(const std::string& namespace_digest, uint64_t part_bytes);
   // Leases of a ticket any session of this node has issued, for `session`.
   std::shared_ptr<LeaseBatch> redeem(const AttemptId& ticket, Session& session);

@@ -38,7 +38,8 @@ bool Blocks::check(EntryRef ref) {
   const uint32_t id = ref & kEntryMask;
   const Entry& entry = stripe.entry(id);
   const uint64_t length = segment_.header(entry.slot).length;
-  if (bytes_match(entry.slot, length, part_bytes_of(entry.name_space), entry.parts())) return true;
+  if (bytes_match(entry.slot, length, part_sizes_[entry.part_size()].load(), entry.parts()))
+    return true;
   const std::lock_guard lock(stripe.mutex);
   if (entry.live()) drop(stripe, id, Reason::kCorrupt);
   return false;
@@ -76,7 +77,7 @@ std::optional<uint64_t> Blocks::scrub_entry(Stripe& stripe, uint32_t id) {
     slot = entry.slot;
     length = segment_.header(slot).length;
     generation = segment_.header(slot).generation.load();
-    part_bytes = part_bytes_of(entry.name_space);
+    part_bytes = part_sizes_[entry.part_size()].load();
     parts.assign(entry.parts().begin(), entry.parts().end());
   }
   // Without a lease: nobody waits for a scrub, and no eviction takes another block because of it.

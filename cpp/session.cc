@@ -50,7 +50,7 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
     item.key = request.keys[depth];
     item.length = request.lengths[i];
     item.stamp = make_stamp(number, request.chain ? depth : 0);
-    item.parts.resize((item.length + space_.part_bytes - 1) / space_.part_bytes);
+    item.parts.resize((item.length + part_bytes_ - 1) / part_bytes_);
     if (!request.texts.empty()) item.text = request.texts[depth];
   }
   if (stuck_bytes(now) <= limits_.stuck_bytes_max) grant_items(*batch, request.chain);
@@ -115,7 +115,7 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     if (i < end && !parts.empty()) {
       batch->statuses[i] =
           blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length,
-                          item.stamp, std::move(parts), std::move(item.text)});
+                          item.stamp, std::move(parts), std::move(item.text), part_size_});
     } else {
       blocks_.abort(item.taken.slot);
       batch->statuses[i] = i < end ? Status::kCancelled : otherwise;

@@ -87,13 +87,20 @@ struct LeaseBatch {
 
 class Session {
  public:
-  Session(Blocks& blocks, Namespace& space, SessionLimits& limits)
-      : blocks_(blocks), space_(space), limits_(limits) {}
+  // What it puts is cut into parts of `part_bytes`, the last one shorter.
+  Session(Blocks& blocks, Namespace& space, SessionLimits& limits,
+          uint64_t part_bytes = kOpaquePartBytes, PartSizeId part_size = 0)
+      : blocks_(blocks),
+        space_(space),
+        limits_(limits),
+        part_bytes_(part_bytes),
+        part_size_(part_size) {}
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
   Namespace& space() const { return space_; }
+  uint64_t part_bytes() const { return part_bytes_; }
 
   // ---- put: reserve → write → commit | abort
   // Grants what it can. An item without room is kOutOfSpace, and with it, in a chain, all that
@@ -142,6 +149,8 @@ class Session {
   Blocks& blocks_;
   Namespace& space_;
   SessionLimits& limits_;
+  const uint64_t part_bytes_;
+  const PartSizeId part_size_;
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>>

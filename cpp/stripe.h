@@ -25,7 +25,7 @@ struct Blocks::Entry {
     uint32_t* many_parts;  // owned; num_parts > 1
   };
   SlotId slot;
-  NamespaceId name_space;
+  uint32_t layout;  // namespace and, in the low bits, the size of parts
   uint32_t version;
   uint32_t num_leases;
   uint32_t num_parts;
@@ -38,6 +38,8 @@ struct Blocks::Entry {
   static constexpr uint8_t kParked =
       4;  // met while busy by eviction; not in the policy until idle again
 
+  NamespaceId name_space() const { return layout >> kPartSizeBits; }
+  PartSizeId part_size() const { return layout & ((1U << kPartSizeBits) - 1); }
   bool live() const { return has(kInUse) && !has(kDoomed); }
   bool busy() const { return num_leases > 0 || num_pins > 0; }
   bool has(uint8_t flag) const { return (flags & flag) != 0; }

@@ -78,8 +78,8 @@ void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& 
 
 Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blocks,
                          ByteRange range, const CallLimits& limits) {
-  return write_blocks(node_->segment().data(), node_->copier(), session_->space().part_bytes,
-                      grants, blocks, range, limits);
+  return write_blocks(node_->segment().data(), node_->copier(), session_->part_bytes(), grants,
+                      blocks, range, limits);
 }
 
 PutOutcome LocalStore::commit(GrantBatch& grants, size_t end, Status otherwise) {
@@ -161,8 +161,7 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
     return gone;
   }
   GetOutcome outcome =
-      read_blocks(node_->segment().data(), node_->copier(), session_->space().part_bytes, leases,
-                  first, blocks, range, limits);
+      read_blocks(node_->segment().data(), node_->copier(), leases, first, blocks, range, limits);
   for (size_t i = 0; i < blocks.size(); ++i) {
     // The reader only complains; the owner's own check decides.
     if (outcome.statuses[i] == Status::kCorrupt)

@@ -28,13 +28,12 @@ inline std::unique_ptr<Segment> make_segment(uint32_t frames) {
 }
 
 struct Core {
-  explicit Core(uint32_t frames, Blocks::Options options = {}, uint64_t seed = 1,
-                uint64_t part_bytes = kOpaquePartBytes)
+  explicit Core(uint32_t frames, Blocks::Options options = {}, uint64_t seed = 1)
       : segment(make_segment(frames)),
         pool(*segment),
         blocks(*segment, pool, options),
         random(seed),
-        space(blocks.open_namespace("first", part_bytes)) {
+        space(*blocks.open_namespace("first")) {
     pool.add_frames(0, frames);
     limits.random = [this] { return random(); };
     limits.view_bytes_max = segment->bytes();

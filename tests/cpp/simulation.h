@@ -106,7 +106,7 @@ struct World;
 
 struct SimulatedNode {
   SimulatedNode(World& within, const Plan& plan, uint64_t seed)
-      : world(within), core(plan.frames, {seed, plan.reserve_blocks, false}, seed, kSimulatedPart) {
+      : world(within), core(plan.frames, {seed, plan.reserve_blocks, false}, seed) {
     core.limits.lease = plan.lease;
     core.limits.grant = plan.grant;
     core.limits.view_bytes_max = core.segment->bytes() * plan.view_permille / 1000;
@@ -114,7 +114,8 @@ struct SimulatedNode {
     for (int i = 0; i < 3; ++i) sessions.push_back(open_session());
   }
   std::shared_ptr<Session> open_session() {
-    return std::make_shared<Session>(core.blocks, core.space, core.limits);
+    return std::make_shared<Session>(core.blocks, core.space, core.limits, kSimulatedPart,
+                                     *core.blocks.part_size(kSimulatedPart));
   }
   // A peer's process dies: what it was doing ends there, but for views, whose session stays.
   void kill(size_t which) {

@@ -288,7 +288,7 @@ TEST_CASE("nothing is evicted while memory is still being populated") {
 
 TEST_CASE("after a clear no older block is answered and no older put commits") {
   Core core(2);
-  Namespace& other = core.blocks.open_namespace("second");
+  Namespace& other = *core.blocks.open_namespace("second");
   REQUIRE(put_block(core, 1, kBlock, 5) == Status::kOk);
   REQUIRE(put_block(core, 2, kBlock) == Status::kOk);
   REQUIRE(core.blocks.pin(key_of(2), core.space));
@@ -317,8 +317,8 @@ TEST_CASE("after a clear no older block is answered and no older put commits") {
 
 TEST_CASE("a key is answered in its own namespace only") {
   Core core(2);
-  Namespace& other = core.blocks.open_namespace("second");
-  CHECK(&core.blocks.open_namespace("second") == &other);
+  Namespace& other = *core.blocks.open_namespace("second");
+  CHECK(core.blocks.open_namespace("second") == &other);
   REQUIRE(put_block(core, 1, kBlock) == Status::kOk);
   CHECK_FALSE(core.blocks.holds(key_of(1), other));
   CHECK_FALSE(core.blocks.lease(key_of(1), other, 1).has_value());

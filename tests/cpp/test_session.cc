@@ -17,7 +17,7 @@ constexpr uint32_t kCells = 6;  // of that size in a frame
 constexpr Nanos kSecond = 1000 * kMillisecond;
 
 struct Peer {
-  explicit Peer(uint32_t frames = 2) : core(frames, {}, 1, kPart) {
+  explicit Peer(uint32_t frames = 2) : core(frames) {
     core.limits.lease = 30 * kSecond;
     core.limits.grant = 60 * kSecond;
   }
@@ -59,7 +59,7 @@ struct Peer {
 
   static constexpr uint64_t kPart = 100 << 10;  // three parts a block
   Core core;
-  Session session{core.blocks, core.space, core.limits};
+  Session session{core.blocks, core.space, core.limits, kPart, *core.blocks.part_size(kPart)};
   std::vector<BlockKey> keys;
   std::vector<uint64_t> lengths;
 };
@@ -103,7 +103,7 @@ TEST_CASE("a session that ends aborts its grants") {
   CHECK_FALSE(peer.session.reserve_more(*batch, true, 0));
   CHECK_FALSE(peer.session.commit(batch->id, 3, Status::kCancelled));
   CHECK_FALSE(peer.holds(1));
-  Session other(peer.core.blocks, peer.core.space, peer.core.limits);
+  Session other(peer.core.blocks, peer.core.space, peer.core.limits, Peer::kPart, 1);
   const auto again = other.reserve({peer.keys, 0, peer.lengths, {}, 1, true}, 0);
   CHECK(again->statuses == std::vector<Status>{Status::kOk});
   CHECK(peer.core.blocks.audit(1, 0) == "");
@@ -220,7 +220,7 @@ TEST_CASE("overdue grants keep their memory and are counted until their writer s
   const auto refused = peer.reserve(4, 1, 71 * kSecond);
   CHECK(refused->statuses[0] == Status::kOutOfSpace);
   CHECK_FALSE(peer.session.reserve_more(*refused, true, 71 * kSecond));
-  Session other(peer.core.blocks, peer.core.space, peer.core.limits);
+  Session other(peer.core.blocks, peer.core.space, peer.core.limits, Peer::kPart, 1);
   CHECK(other.reserve({peer.keys, 0, peer.lengths, {}, 1, true}, 71 * kSecond)->statuses[0] ==
         Status::kOk);
   // Late is not too late: the memory was its own all the time.
@@ -343,7 +343,7 @@ TEST_CASE("the end of a session ends its copying leases, a read under way first"
 TEST_CASE("a ticket opens a lease in another session, and each releases its own") {
   Peer peer;
   peer.put(1, 2, 3);
-  Session worker(peer.core.blocks, peer.core.space, peer.core.limits);
+  Session worker(peer.core.blocks, peer.core.space, peer.core.limits, Peer::kPart, 1);
   const auto lease = peer.lookup(1, 2, kSecond);
   CHECK(peer.session.find_ticket({1, 2}) == nullptr);
   CHECK(peer.session.find_ticket({}) == nullptr);
