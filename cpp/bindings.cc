@@ -19,6 +19,11 @@ void bind_keys(py::module_& m);
 
 std::vector<BlockKey> to_keys(const py::buffer& keys) {
   const py::buffer_info info = keys.request();
+  py::ssize_t stride = info.itemsize;
+  for (py::ssize_t dim = info.ndim; dim-- > 0; stride *= info.shape[dim]) {
+    if (info.shape[dim] > 1 && info.strides[dim] != stride)
+      raise_error("InvalidArgument", "keys are not one contiguous piece of memory");
+  }
   const auto bytes = static_cast<size_t>(info.size * info.itemsize);
   if (bytes % kKeyBytes != 0) raise_error("InvalidArgument", "keys are not (n, 32) bytes");
   std::vector<BlockKey> copied(bytes / kKeyBytes);
@@ -36,10 +41,9 @@ Nanos deadline_after(int64_t timeout_ns) {
   return timeout_ns >= kNever - now ? kNever : now + timeout_ns;
 }
 
-CallLimits limits_for(int64_t timeout_ns) {
-  if (timeout_ns == 0)
-    return {kNever, nullptr, false};  // wait for nothing, but do what can be done
-  return {deadline_after(timeout_ns), nullptr, true};
+CallLimits Store::limits_for(int64_t timeout_ns) const {
+  if (timeout_ns == 0) return {kNever, &closed_, false};
+  return {deadline_after(timeout_ns), &closed_, true};
 }
 
 py::bytes to_bytes(const std::vector<Status>& statuses) {
@@ -94,12 +98,21 @@ PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, 
   request.chain = chain;
   if (skip + lengths.size() != keys.size())
     raise_error("InvalidArgument", "keys and blocks differ in number");
+  if (!texts.empty() && texts.size() != keys.size())
+    raise_error("InvalidArgument", "keys and texts differ in number");
+}
+
+void check_match(size_t keys, size_t skip, uint16_t ranks) {
+  if (skip > keys) raise_error("InvalidArgument", "more blocks are skipped than there are keys");
+  if (ranks == 0) raise_error("InvalidArgument", "a match asks for at least one rank");
 }
 
 void check_sizes(const std::vector<uint64_t>& lengths, Transport& transport) {
   const uint64_t pool_bytes = transport.pool_bytes();
   const uint64_t most = std::min(pool_bytes, kBlockBytesMax);
   for (size_t i = 0; i < lengths.size(); ++i) {
+    if (lengths[i] == 0)
+      raise_error("InvalidArgument", "block " + std::to_string(i) + " has no bytes");
     if (lengths[i] > most || shape_bytes(shape_of(lengths[i])) > pool_bytes) {
       raise_error("BlockTooLarge", "block " + std::to_string(i) + " has " +
                                        std::to_string(lengths[i]) + " bytes, the whole pool has " +
@@ -114,6 +127,7 @@ namespace {
 std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t reserve_blocks,
                                 double view_fraction, int64_t lease_ns, unsigned copy_threads,
                                 bool log_evictions) {
+  if (copy_threads > 4096) raise_error("InvalidArgument", "more than 4096 copy threads");
   NodeOptions options;
   options.dram_bytes = dram_bytes;
   options.lock_memory = lock_memory;
@@ -123,7 +137,14 @@ std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t 
   options.copy_threads = copy_threads;
   options.log_evictions = log_evictions;
   std::string error;
-  auto node = Node::open(options, &error);
+  std::shared_ptr<Node> node;
+  try {
+    node = Node::open(options, &error);
+  } catch (const std::bad_alloc&) {
+    error = "no memory for the tables of a pool of " + std::to_string(dram_bytes) + " bytes";
+  } catch (const std::system_error& failed) {
+    error = std::string("no threads for a pool: ") + failed.what();
+  }
   if (node == nullptr) raise_error("NotEnoughMemory", error);
   return node;
 }
@@ -134,9 +155,20 @@ std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t 
 
 Store::Store(const std::shared_ptr<Node>& node, const std::string& digest, uint64_t part_bytes)
     : pid_(getpid()), node_(node) {
-  transport_ =
-      std::shared_ptr<Transport>(new LocalStore(node, digest, part_bytes), ForkAware{pid_});
-  transfers_ = std::shared_ptr<Transfers>(new Transfers(), ForkAware{pid_});
+  if (part_bytes == 0) raise_error("InvalidArgument", "a part has at least one byte");
+  try {
+    transport_ =
+        std::shared_ptr<Transport>(new LocalStore(node, digest, part_bytes), ForkAware{pid_});
+  } catch (const std::length_error& full) {
+    raise_error("KvstoreError", full.what());
+  }
+  try {
+    transfers_ = std::shared_ptr<Transfers>(new Transfers(), ForkAware{pid_});
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw py::error_already_set();
+  }
 }
 
 Store::~Store() {
@@ -146,17 +178,31 @@ Store::~Store() {
 void Store::close() {
   check_fork(pid_);
   if (closed_.exchange(true)) return;
-  const py::gil_scoped_release unlocked;
   transfers_->cancel_all();
-  transport_->wake();
+  transport_->wake();  // calls that wait see that the store is closing
+  if (!inside_call()) finish_close();
+}
+
+void Store::finish_close() {
+  if (finished_) return;
+  finished_ = true;
   // Calls under way have deadlines, and transfers were told to end: both let go of their slots by
   // themselves.
-  while (calls_.load() > 0 || transfers_->num_unfinished() > 0) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  without_gil_if(true, [&] {
+    while (calls_.load() > 0 || transfers_->num_unfinished() > 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    transport_->end();
+    transport_.reset();
+    node_.reset();  // the memory goes with the last store and the last view
+  });
+}
+
+bool Store::inside_call() const {
+  for (const Call* call = Call::innermost_; call != nullptr; call = call->outer_) {
+    if (&call->store_ == this) return true;
   }
-  transport_->end();
-  transport_.reset();
-  node_.reset();  // the memory goes with the last store and the last view
+  return false;
 }
 
 std::shared_ptr<Node> Store::node() {
@@ -164,13 +210,22 @@ std::shared_ptr<Node> Store::node() {
   return node_;
 }
 
-Store::Call::Call(Store& store) : store_(store) {
+thread_local const Store::Call* Store::Call::innermost_ = nullptr;
+
+Store::Call::Call(Store& store) : store_(store), outer_(innermost_) {
   check_fork(store.pid_);
   store_.calls_.fetch_add(1);
   if (store_.closed_.load()) {
     store_.calls_.fetch_sub(1);
     raise_error("StoreClosed", "the store is closed; open it again with kvstore.open(...)");
   }
+  innermost_ = this;
+}
+
+Store::Call::~Call() {
+  innermost_ = outer_;
+  store_.calls_.fetch_sub(1);
+  if (store_.closed_.load() && !store_.finished_ && !store_.inside_call()) store_.finish_close();
 }
 
 py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
@@ -189,21 +244,38 @@ py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip
   }
   // In process the lock is given up only if the put has to wait or the copy is long.
   const auto grants = transport_->reserve(arguments.request, limits);
-  const bool waits =
-      std::ranges::count(grants->statuses, Status::kOutOfSpace) > 0 && timeout_ns > 0;
-  const auto finish = [&] {
-    if (waits) transport_->reserve_more(*grants, chain, limits);
+  reserve_more(*grants, chain, limits);
+  without_gil_if(total_bytes(buffers.blocks()) >= kShortCopyBytes, [&] {
     const Status written = transport_->write(*grants, buffers.blocks(), {}, limits.for_copy());
     outcome =
         transport_->commit(*grants, written == Status::kOk ? grants->items.size() : 0, written);
-  };
-  without_gil_if(waits || total_bytes(buffers.blocks()) >= kShortCopyBytes, finish);
+  });
   return to_python(outcome);
+}
+
+// Waits for room where some is lacking. Ctrl-C ends the put.
+void Store::reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) {
+  const auto lacking = [&] {
+    return limits.waits && std::ranges::count(grants.statuses, Status::kOutOfSpace) > 0;
+  };
+  bool more = lacking();
+  while (more) {
+    CallLimits slice = limits;
+    slice.deadline = std::min(limits.deadline, monotonic_now() + kSignalPause);
+    without_gil_if(true, [&] { more = transport_->reserve_more(grants, chain, slice); });
+    more = more && lacking() && !limits.passed();
+    if (more && PyErr_CheckSignals() != 0) {
+      transport_->commit(grants, 0, Status::kCancelled);
+      throw py::error_already_set();
+    }
+  }
 }
 
 py::tuple Store::get(const py::buffer& keys, const Buffers& buffers, int64_t timeout_ns) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
+  if (wanted.size() != buffers.blocks().size())
+    raise_error("InvalidArgument", "keys and targets differ in number");
   const Loans::Loan loan(transport_->loans(), buffers.blocks(), true);
   if (!loan.granted()) raise_busy();
   GetOutcome outcome;
@@ -216,6 +288,7 @@ py::tuple Store::get(const py::buffer& keys, const Buffers& buffers, int64_t tim
 size_t Store::match(const py::buffer& keys, size_t skip, uint16_t ranks) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
+  check_match(wanted.size(), skip, ranks);
   size_t matched = 0;
   without_gil_if(gives_up_lock(0), [&] { matched = transport_->match(wanted, skip, ranks); });
   return matched;
@@ -231,8 +304,9 @@ py::bytes Store::exists(const py::buffer& keys) {
 
 uint32_t Store::clear() {
   const Call call(*this);
-  const py::gil_scoped_release unlocked;
-  return transport_->clear();
+  uint32_t version = 0;
+  without_gil_if(true, [&] { version = transport_->clear(); });
+  return version;
 }
 
 py::list Store::list() {
@@ -269,14 +343,15 @@ size_t Store::apply(KeyOperation operation, const py::buffer& keys) {
 
 std::string Store::audit() {
   const Call call(*this);
-  const py::gil_scoped_release unlocked;
-  return transport_->audit();
+  std::string problem;
+  without_gil_if(true, [&] { problem = transport_->audit(); });
+  return problem;
 }
 
 bool Store::settle(int64_t timeout_ns) {
   const Call call(*this);
-  const py::gil_scoped_release unlocked;
-  return transport_->settle(deadline_after(timeout_ns));
+  return wait_in_slices(deadline_after(timeout_ns),
+                        [&](Nanos until) { return transport_->settle(until); });
 }
 
 py::bytes Store::evicted() {

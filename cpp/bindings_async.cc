@@ -1,6 +1,7 @@
 // Transfers as Python sees them.
 #include <pybind11/stl.h>
 
+#include <system_error>
 #include <utility>
 
 #include "bindings.h"
@@ -40,22 +41,54 @@ struct AsyncGet {
 
 }  // namespace
 
-std::shared_ptr<Transfer> Store::submit(std::function<void(Transfer&)> work, bool here) {
-  auto transfer = transfers_->submit(std::move(work), here);
+std::shared_ptr<Transfer> Store::submit(std::function<void(Transfer&)> work, bool here,
+                                        std::shared_ptr<Buffers> buffers, const py::object& owner) {
+  const std::vector<Lent> gone = take_back_abandoned();
+  std::shared_ptr<Transfer> transfer;
+  try {
+    transfer = transfers_->submit(std::move(work), here);
+  } catch (const std::system_error& error) {
+    raise_error("NotEnoughMemory", std::string("no thread for background calls: ") + error.what());
+  }
   if (transfer == nullptr) {
     raise_error("KvstoreError", std::to_string(Transfers::kFinishedMax) +
                                     " transfers have finished and nobody has collected them; call "
                                     "drain(), or wait for each");
   }
+  // In one step with the submission: an interrupt finds both done or neither.
+  lent_[transfer->id] = {transfer, std::move(buffers), owner};
+  owner.attr("_native") = transfer;
   return transfer;
 }
 
-std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers& buffers,
-                                           size_t skip, bool chain, uint32_t version,
+// What comes out may run finalizers when it is dropped: last, when nothing here is half done.
+Store::Lent Store::take_back(uint64_t id) {
+  const auto at = lent_.find(id);
+  if (at == lent_.end()) return {};
+  Lent lent = std::move(at->second);
+  lent_.erase(at);
+  return lent;
+}
+
+std::vector<Store::Lent> Store::take_back_abandoned() {
+  std::vector<Lent> gone;
+  std::erase_if(abandoned_, [&](uint64_t id) {
+    const auto at = lent_.find(id);
+    if (at != lent_.end() && !at->second.transfer->done.load()) return false;
+    if (at != lent_.end()) transfers_->wait(*at->second.transfer, 0);  // drain() names it no more
+    gone.push_back(take_back(id));
+    return true;
+  });
+  return gone;
+}
+
+std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys,
+                                           const std::shared_ptr<Buffers>& buffers, size_t skip,
+                                           bool chain, uint32_t version,
                                            const std::vector<std::string>& texts,
-                                           int64_t timeout_ns) {
+                                           int64_t timeout_ns, const py::object& owner) {
   const Call call(*this);
-  auto job = std::make_shared<AsyncPut>(keys, buffers, skip, chain, version, texts, transport_);
+  auto job = std::make_shared<AsyncPut>(keys, *buffers, skip, chain, version, texts, transport_);
   check_sizes(job->arguments.lengths, *transport_);
   if (!job->loan.granted()) raise_busy();
   return submit(
@@ -67,13 +100,16 @@ std::shared_ptr<Transfer> Store::put_async(const py::buffer& keys, const Buffers
           transfer.put = job->store->put(job->arguments.request, job->blocks, limits);
         }
       },
-      false);
+      false, buffers, owner);
 }
 
-std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers& buffers,
-                                           int64_t timeout_ns) {
+std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys,
+                                           const std::shared_ptr<Buffers>& buffers,
+                                           int64_t timeout_ns, const py::object& owner) {
   const Call call(*this);
-  auto job = std::make_shared<AsyncGet>(keys, buffers, transport_);
+  auto job = std::make_shared<AsyncGet>(keys, *buffers, transport_);
+  if (job->keys.size() != job->blocks.size())
+    raise_error("InvalidArgument", "keys and targets differ in number");
   if (!job->loan.granted()) raise_busy();
   return submit(
       [job, limits = limits_for(timeout_ns)](Transfer& transfer) mutable {
@@ -85,28 +121,39 @@ std::shared_ptr<Transfer> Store::get_async(const py::buffer& keys, const Buffers
           transfer.get = job->store->get(job->keys, job->blocks, limits);
         }
       },
-      false);
+      false, buffers, owner);
 }
 
-std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip, uint16_t ranks) {
+std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip, uint16_t ranks,
+                                             const py::object& owner) {
   const Call call(*this);
-  // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
   std::vector<BlockKey> wanted = to_keys(keys);
+  check_match(wanted.size(), skip, ranks);
+  // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
   return submit([store = transport_, wanted = std::move(wanted), skip, ranks](
                     Transfer& transfer) { transfer.matched = store->match(wanted, skip, ranks); },
-                transport_->local());
+                transport_->local(), nullptr, owner);
 }
 
-std::vector<std::shared_ptr<Transfer>> Store::drain() {
+py::list Store::drain() {
   const Call call(*this);
-  return transfers_->drain();
+  std::vector<Lent> collected = take_back_abandoned();
+  py::list owners;
+  for (const auto& transfer : transfers_->drain()) {
+    collected.push_back(take_back(transfer->id));
+    if (collected.back().owner) owners.append(collected.back().owner);
+  }
+  return owners;
 }
 
-bool Store::wait(Transfer& transfer, int64_t timeout_ns) {
+bool Store::wait(const std::shared_ptr<Transfer>& transfer, int64_t timeout_ns) {
   check_fork(pid_);  // also after close(): what was submitted can still be asked for
   const Nanos deadline = deadline_after(timeout_ns);
-  bool done = transfer.done.load() && transfers_->wait(transfer, deadline);
-  if (!done) without_gil_if(true, [&] { done = transfers_->wait(transfer, deadline); });
+  const bool done = transfer->done.load() ? transfers_->wait(*transfer, deadline)
+                                          : wait_in_slices(deadline, [&](Nanos until) {
+                                              return transfers_->wait(*transfer, until);
+                                            });
+  if (done) const Lent collected = take_back(transfer->id);
   return done;
 }
 
@@ -116,6 +163,12 @@ void Store::cancel(Transfer& transfer) {
   calls_.fetch_add(1);
   if (!closed_.load()) transport_->wake();
   calls_.fetch_sub(1);
+}
+
+// Nobody will ask for it: ends it, and what was lent to it comes back once it has ended.
+void Store::abandon(const std::shared_ptr<Transfer>& transfer) {
+  cancel(*transfer);
+  abandoned_.push_back(transfer->id);
 }
 
 int Store::event_fd() {
@@ -140,6 +193,7 @@ void bind_async(py::module_& m, StoreClass& store) {
       .def("drain", &Store::drain)
       .def("wait", &Store::wait)
       .def("cancel", &Store::cancel)
+      .def("abandon", &Store::abandon)
       .def("event_fd", &Store::event_fd)
       .def("await_fd", &Store::await_fd)
       .def("set_awaiting", &Store::set_awaiting);

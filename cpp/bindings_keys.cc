@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bindings.h"
 #include "bindings_arrays.h"
 #include "chain.h"
 #include "crc32c.h"
@@ -31,9 +32,7 @@ constexpr size_t kLongChecksumBytes = size_t{1} << 20;
 // Runs `work` without the interpreter's lock if it is long.
 template <typename Work>
 void run_unlocked_if(bool is_long, Work work) {
-  std::optional<py::gil_scoped_release> unlocked;
-  if (is_long) unlocked.emplace();
-  work();
+  without_gil_if(is_long, work);
 }
 
 // An array's items as they lie.

@@ -267,7 +267,7 @@ void Buffers::release() {
 }
 
 void bind_memory(py::module_& m) {
-  py::class_<Buffers>(m, "Buffers")
+  py::class_<Buffers, std::shared_ptr<Buffers>>(m, "Buffers")
       .def(py::init([](const py::object& blocks, size_t num_blocks,
                        std::optional<uint64_t> block_bytes, bool writable,
                        std::optional<std::string> dtype_name) {

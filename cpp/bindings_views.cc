@@ -18,9 +18,12 @@ struct ViewHold {
   pid_t pid;
   size_t exports = 0;
   bool closed = false;
+  bool ended = false;
 
   void end_if_unused() {
-    if (closed && exports == 0 && getpid() == pid) store->release(*leases);
+    if (!closed || exports > 0 || getpid() != pid) return;
+    ended = true;
+    store->release(*leases);
   }
 };
 
@@ -34,6 +37,10 @@ struct ExtentObject {
 
 int extent_getbuffer(PyObject* self, Py_buffer* view, int flags) {
   auto* extent = reinterpret_cast<ExtentObject*>(self);
+  if ((*extent->hold)->ended) {
+    PyErr_SetString(PyExc_BufferError, "the lease has ended; these bytes may be another block's");
+    return -1;
+  }
   if (PyBuffer_FillInfo(view, self, extent->data, extent->bytes, 1, flags) != 0) return -1;
   ++(*extent->hold)->exports;
   return 0;
@@ -77,6 +84,14 @@ py::object make_view(const std::shared_ptr<ViewHold>& hold, uint8_t* data, uint6
   return py::reinterpret_steal<py::object>(PyMemoryView_FromObject(extent.ptr()));
 }
 
+// Checksums are of whole parts.
+void check_parts(uint64_t first, uint64_t bytes, uint64_t length, uint64_t part_bytes) {
+  const bool to_the_end = bytes >= length - first;
+  if (first % part_bytes == 0 && (to_the_end || bytes % part_bytes == 0)) return;
+  raise_error("SpecMismatch", "this block was put in parts of " + std::to_string(part_bytes) +
+                                  " bytes (another number of ranks?); read it whole");
+}
+
 // ---- leases ------------------------------------------------------------------------------------
 
 class Leases {
@@ -108,16 +123,17 @@ class Leases {
     }
     for (size_t i = 0; i < blocks.size(); ++i) {
       const auto& item = batch->items[first + i];
-      if (item && range_first >= item->length) {
+      if (!item) continue;
+      if (range_first >= item->length)
         raise_error("InvalidArgument", "the part lies beyond the block's end");
-      }
+      check_parts(range_first, range_bytes, item->length, item->part_bytes);
     }
     const Loans::Loan loan(call->loans(), blocks, true);
     if (!loan.granted()) raise_busy();
     GetOutcome outcome;
     without_gil_if(store_->gives_up_lock(total_bytes(blocks)), [&] {
-      outcome =
-          call->read(*batch, first, blocks, {range_first, range_bytes}, limits_for(timeout_ns));
+      outcome = call->read(*batch, first, blocks, {range_first, range_bytes},
+                           store_->limits_for(timeout_ns));
     });
     if (std::ranges::count(outcome.statuses, Status::kUnavailable) > 0) {
       raise_error("LeaseRevoked",
@@ -230,6 +246,7 @@ class Grants {
       if (range_first >= length) {
         raise_error("InvalidArgument", "the part lies beyond the block's end");
       }
+      check_parts(range_first, range_bytes, length, batch_->part_bytes);
       const uint64_t needed = std::min(range_bytes, length - range_first);
       if (offered != needed) {
         raise_error("InvalidArgument", "block " + std::to_string(i) + " offers " +
@@ -243,7 +260,7 @@ class Grants {
     ++num_writing_;
     without_gil_if(store_->gives_up_lock(total_bytes(buffers.blocks())), [&] {
       written = call->write(*batch_, buffers.blocks(), {range_first, range_bytes},
-                            limits_for(timeout_ns));
+                            store_->limits_for(timeout_ns));
     });
     --num_writing_;
     return static_cast<int>(written);
@@ -314,14 +331,14 @@ std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::b
   const std::vector<BlockKey> named = to_keys(keys);
   if (skip + lengths.size() != named.size())
     raise_error("InvalidArgument", "keys and lengths differ in number");
+  if (!texts.empty() && texts.size() != named.size())
+    raise_error("InvalidArgument", "keys and texts differ in number");
   check_sizes(lengths, *call.transport());
   PutRequest request{named, skip, lengths, texts, version == 0 ? call->version() : version, chain};
-  const CallLimits limits = limits_for(timeout_ns);
+  const CallLimits limits = store->limits_for(timeout_ns);
   std::shared_ptr<GrantBatch> batch;
   without_gil_if(store->gives_up_lock(0), [&] { batch = call->reserve(request, limits); });
-  if (timeout_ns > 0 && std::ranges::count(batch->statuses, Status::kOutOfSpace) > 0) {
-    without_gil_if(true, [&] { call->reserve_more(*batch, chain, limits); });
-  }
+  store->reserve_more(*batch, chain, limits);
   return std::make_shared<Grants>(store, std::move(batch));
 }
 

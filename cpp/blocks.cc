@@ -75,6 +75,7 @@ Blocks::Blocks(Segment& segment, Pool& pool, const Options& options)
     stripes_[number].policy = std::make_unique<LruPolicy>();
   }
   part_sizes_[0].store(kOpaquePartBytes);
+  allocate(64);  // the first slab: without memory for it there is no table
   for (auto& of_class : oldest_) {
     for (auto& stamp : of_class) stamp.store(kNoStamp, std::memory_order_relaxed);
   }
@@ -218,6 +219,7 @@ Status Blocks::commit(Committing block) {
     }
     drop(stripe, id, Reason::kCleared);  // of a version the sweep has not reached yet
   }
+  stripe.make_room(*this, [&](uint32_t other) { return hash(stripe.entry(other).key); });
   const uint32_t id = stripe.new_entry(*this);
   Entry& entry = stripe.entry(id);
   entry.key = block.key;
@@ -232,7 +234,7 @@ Status Blocks::commit(Committing block) {
   if (!block.text.empty()) stripe.texts.emplace(id, std::move(block.text));
   const uint32_t content_id = crc32c(0, entry.parts().data(), entry.parts().size_bytes());
   pool_.commit(block.slot, block.key, block.length, content_id, stripe.ref(id));
-  stripe.insert(*this, hashed, id, [&](uint32_t other) { return hash(stripe.entry(other).key); });
+  stripe.insert(hashed, id);
   stripe.policy->insert(id, entry.size_class, block.stamp);
   publish(stripe, entry.size_class);
   count_shape(block.slot, entry.size_class, 1);

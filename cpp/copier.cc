@@ -13,10 +13,17 @@ constexpr unsigned kThreadsMax = 4;
 
 Copier::Copier(unsigned threads) {
   if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1U, kThreadsMax);
-  for (unsigned i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+  try {
+    for (unsigned i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-Copier::~Copier() {
+Copier::~Copier() { stop(); }
+
+void Copier::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;

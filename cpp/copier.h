@@ -38,6 +38,7 @@ class Copier {
     size_t num_inside = 0;  // helpers at work on it; guarded by mutex_
   };
   void help();
+  void stop();
 
   std::mutex mutex_;
   // Guarded by mutex_.

@@ -62,14 +62,21 @@ Node::Node(std::unique_ptr<Segment> segment, const NodeOptions& options)
   limits_.stuck_bytes_max = segment_->bytes() / 4;
   limits_.random = next_random;
   blocks_.set_growing(true);
-  populator_ = std::thread([this] { populate(); });
-  evictor_ = std::thread([this] { evict_in_background(); });
+  try {
+    populator_ = std::thread([this] { populate(); });
+    evictor_ = std::thread([this] { evict_in_background(); });
 #ifndef __SANITIZE_THREAD__  // it looks at memory that others may write, and then forgets it
-  scrubber_ = std::thread([this] { scrub_in_background(); });
+    scrubber_ = std::thread([this] { scrub_in_background(); });
 #endif
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-Node::~Node() {
+Node::~Node() { stop(); }
+
+void Node::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -77,9 +84,9 @@ Node::~Node() {
   evict_.notify_all();
   room_.notify_all();
   scrub_.notify_all();
-  populator_.join();
-  evictor_.join();
-  if (scrubber_.joinable()) scrubber_.join();
+  for (std::thread* thread : {&populator_, &evictor_, &scrubber_}) {
+    if (thread->joinable()) thread->join();
+  }
 }
 
 std::shared_ptr<Session> Node::open_session(const std::string& namespace_digest,

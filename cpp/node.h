@@ -76,6 +76,7 @@ class Node {
 
  private:
   explicit Node(std::unique_ptr<Segment> segment, const NodeOptions& options);
+  void stop();
   void populate();
   void evict_in_background();
   void scrub_in_background();

@@ -129,10 +129,7 @@ PrivateSlab::PrivateSlab(size_t bytes)
     : bytes_((bytes + kBytes - 1) / kBytes * kBytes),
       mapping_(mmap(nullptr, bytes_ + kBytes, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
-  if (mapping_ == MAP_FAILED) {
-    fprintf(stderr, "kvstore: no memory for the table of blocks\n");
-    abort();
-  }
+  if (mapping_ == MAP_FAILED) throw std::bad_alloc();
   const uintptr_t start = reinterpret_cast<uintptr_t>(mapping_);
   data_ = reinterpret_cast<uint8_t*>((start + kBytes - 1) / kBytes * kBytes);
   madvise(data_, bytes_, MADV_HUGEPAGE);

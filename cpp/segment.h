@@ -78,8 +78,7 @@ class Segment {
 class PrivateSlab {
  public:
   static constexpr size_t kBytes = size_t{2} << 20;
-  // kBytes, or a multiple that holds `bytes`. Ends the process if there is no memory, as operator
-  // new does here.
+  // kBytes, or a multiple that holds `bytes`. Throws bad_alloc.
   explicit PrivateSlab(size_t bytes);
   ~PrivateSlab();
   PrivateSlab(const PrivateSlab&) = delete;

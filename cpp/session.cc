@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <algorithm>
+#include <new>
 
 namespace kvstore {
 namespace {
@@ -31,6 +32,7 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
   auto batch = std::make_shared<GrantBatch>();
   batch->id = {limits_.random(), limits_.random()};
   batch->version = request.version;
+  batch->part_bytes = part_bytes_;
   batch->deadline = now + limits_.grant;
   const uint64_t number = blocks_.next_batch();
   // The whole chain is touched, the part the engine already had included, the head as the youngest:
@@ -96,6 +98,18 @@ bool Session::grant_items(GrantBatch& batch, bool chain) {
   return any;
 }
 
+// An entry the table has no memory for is one more that found no room.
+Status Session::commit_item(const GrantBatch& batch, GrantBatch::Item& item,
+                            std::vector<uint32_t> parts) {
+  try {
+    return blocks_.commit({item.key, &space_, batch.version, item.taken.slot, item.length,
+                           item.stamp, std::move(parts), std::move(item.text), part_size_});
+  } catch (const std::bad_alloc&) {
+    blocks_.abort(item.taken.slot);
+    return Status::kOutOfSpace;
+  }
+}
+
 bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
   std::shared_ptr<GrantBatch> batch;
   {
@@ -113,9 +127,7 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     GrantBatch::Item& item = batch->items[i];
     std::vector<uint32_t> parts = written_parts(item);
     if (i < end && !parts.empty()) {
-      batch->statuses[i] =
-          blocks_.commit({item.key, &space_, batch->version, item.taken.slot, item.length,
-                          item.stamp, std::move(parts), std::move(item.text), part_size_});
+      batch->statuses[i] = commit_item(*batch, item, std::move(parts));
     } else {
       blocks_.abort(item.taken.slot);
       batch->statuses[i] = i < end ? Status::kCancelled : otherwise;

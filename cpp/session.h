@@ -55,6 +55,7 @@ struct GrantBatch {
   uint32_t version = 0;
   Nanos deadline = kNever;
   bool parent_held = false;
+  uint64_t part_bytes = 0;
   std::vector<Status> statuses;
   std::vector<Item> items;
   std::vector<BlockKey> skipped;  // what the engine already had; kept while items lack room
@@ -142,6 +143,7 @@ class Session {
   uint64_t num_leased() const;
 
  private:
+  Status commit_item(const GrantBatch& batch, GrantBatch::Item& item, std::vector<uint32_t> parts);
   bool grant_items(GrantBatch& batch, bool chain);
   void let_go(LeaseBatch& batch, bool revoked);
   void keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now);

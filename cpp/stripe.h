@@ -150,15 +150,17 @@ struct Blocks::Stripe {
       return true;
     });
   }
+  // Before insert, since this may find no memory.
   template <class HashOf>
-  void insert(Blocks& table, uint64_t hash, uint32_t id, HashOf&& hash_of) {
-    if ((size_t{num_indexed} + 1) * 4 > size_t{index.size()} * 3) {
-      for (const auto& old :
-           index.grow(table, std::max<uint32_t>(16, index.size() * 2), kEmpty, false)) {
-        const uint32_t word = old.load(std::memory_order_relaxed);
-        if (word != kEmpty) place(hash_of(word & kEntryMask), word & kEntryMask);
-      }
+  void make_room(Blocks& table, HashOf&& hash_of) {
+    if ((size_t{num_indexed} + 1) * 4 <= size_t{index.size()} * 3) return;
+    const uint32_t size = std::max<uint32_t>(16, index.size() * 2);
+    for (const auto& old : index.grow(table, size, kEmpty, false)) {
+      const uint32_t word = old.load(std::memory_order_relaxed);
+      if (word != kEmpty) place(hash_of(word & kEntryMask), word & kEntryMask);
     }
+  }
+  void insert(uint64_t hash, uint32_t id) {
     place(hash, id);
     ++num_indexed;
   }

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <system_error>
 
 namespace kvstore {
 namespace {
@@ -23,7 +25,12 @@ void quiet(int fd) {
 
 Transfers::Transfers()
     : event_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      await_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+      await_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (event_fd_ >= 0 && await_fd_ >= 0) return;
+  const int error = errno;
+  if (event_fd_ >= 0) ::close(event_fd_);
+  throw std::system_error(error, std::generic_category(), "no event descriptor");
+}
 
 Transfers::~Transfers() {
   cancel_all();
@@ -46,11 +53,24 @@ std::shared_ptr<Transfer> Transfers::submit(std::function<void(Transfer&)> work,
   if (here) {
     running_.push_back(transfer);
     lock.unlock();
-    transfer->work(*transfer);
+    try {
+      transfer->work(*transfer);
+    } catch (...) {
+      lock.lock();
+      running_.remove(transfer);
+      throw;
+    }
     finish(transfer);
     return transfer;
   }
-  while (workers_.size() < kWorkers) workers_.emplace_back([this] { this->work(); });
+  while (workers_.size() < kWorkers) {
+    try {
+      workers_.emplace_back([this] { this->work(); });
+    } catch (const std::system_error&) {
+      if (workers_.empty()) throw;
+      break;  // one will do
+    }
+  }
   queued_.push_back(transfer);
   lock.unlock();
   submitted_.notify_one();

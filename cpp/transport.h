@@ -83,8 +83,9 @@ class Transport {
                          const CallLimits& limits) = 0;
   virtual std::shared_ptr<GrantBatch> reserve(const PutRequest& request,
                                               const CallLimits& limits) = 0;
-  // For items that found no room: waits for some, up to the deadline.
-  virtual void reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) = 0;
+  // For items that found no room: waits for some, up to the deadline. True if waiting longer might
+  // help.
+  virtual bool reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) = 0;
   // Writes the range of every granted item; kOk, or why not all of it was. Whole parts only.
   virtual Status write(GrantBatch& grants, const std::vector<BlockMemory>& blocks, ByteRange range,
                        const CallLimits& limits) = 0;

@@ -1,6 +1,7 @@
 #include "transport_local.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "copy_blocks.h"
 
@@ -17,7 +18,10 @@ BlockKey with_rank(BlockKey key, uint16_t rank) {
 
 LocalStore::LocalStore(std::shared_ptr<Node> node, const std::string& namespace_digest,
                        uint64_t part_bytes)
-    : node_(std::move(node)), session_(node_->open_session(namespace_digest, part_bytes)) {}
+    : node_(std::move(node)), session_(node_->open_session(namespace_digest, part_bytes)) {
+  if (session_ == nullptr)
+    throw std::length_error("this node has no names left for another namespace or size of parts");
+}
 
 LocalStore::~LocalStore() { end(); }
 
@@ -62,18 +66,19 @@ std::shared_ptr<GrantBatch> LocalStore::reserve(const PutRequest& request, const
   return grants;
 }
 
-void LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) {
+bool LocalStore::reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) {
   while (std::ranges::count(grants.statuses, Status::kOutOfSpace) > 0) {
     // Read before the attempt and before the look at `cancelled`, so that neither room made nor a
     // cancel is missed between them and the wait.
     const uint64_t frees = node_->frees();
-    if (limits.stopped()) return;
+    if (limits.stopped()) return false;
     session_->reserve_more(grants, chain, monotonic_now());
     find_extents(grants);
     const auto own = static_cast<uint64_t>(std::ranges::count(grants.statuses, Status::kOk));
-    if (std::ranges::count(grants.statuses, Status::kOutOfSpace) == 0) return;
-    if (!node_->wait_for_room(own, frees, limits.deadline)) return;
+    if (std::ranges::count(grants.statuses, Status::kOutOfSpace) == 0) return false;
+    if (!node_->wait_for_room(own, frees, limits.deadline)) return limits.passed();
   }
+  return false;
 }
 
 Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blocks,

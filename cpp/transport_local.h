@@ -33,7 +33,7 @@ class LocalStore final : public Transport {
   PutOutcome put(const PutRequest& request, const std::vector<BlockMemory>& blocks,
                  const CallLimits& limits) override;
   std::shared_ptr<GrantBatch> reserve(const PutRequest& request, const CallLimits& limits) override;
-  void reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) override;
+  bool reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits) override;
   Status write(GrantBatch& grants, const std::vector<BlockMemory>& blocks, ByteRange range,
                const CallLimits& limits) override;
   PutOutcome commit(GrantBatch& grants, size_t end, Status otherwise) override;

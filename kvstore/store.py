@@ -232,16 +232,15 @@ class Store:
         buffers = self._buffers(blocks, len(array) - _skip(skip_blocks, len(array)), False)
         timeout_ns = self._timeout_ns(timeout)
 
-        def start() -> _core.Transfer:
-            return self._native.put_async(
-                array, buffers, skip_blocks, chain, version, texts, timeout_ns
-            )
-
         def finish(done: _core.Transfer) -> PutResult:
             codes, parent_held, message = done.put_result()
             return PutResult(codes, parent_held=parent_held or skip_blocks == 0, message=message)
 
-        return self._transfers.submit(start, buffers, finish)
+        transfer = Transfer(self._transfers, buffers, finish)
+        self._native.put_async(
+            array, buffers, skip_blocks, chain, version, texts, timeout_ns, transfer
+        )
+        return transfer
 
     def get_async(
         self, keys: KeysLike, out: Any, *, timeout: float | None = None
@@ -249,16 +248,14 @@ class Store:
         """`get` in the background. `out` is the store's until the transfer is done."""
         array, _, _ = self._resolve(keys)
         buffers = self._buffers(out, len(array), True)
-        timeout_ns = self._timeout_ns(timeout)
-
-        def start() -> _core.Transfer:
-            return self._native.get_async(array, buffers, timeout_ns)
 
         def finish(done: _core.Transfer) -> GetResult:
             codes, nbytes = done.get_result(buffers)
             return GetResult(codes, np.frombuffer(nbytes, np.uint64))
 
-        return self._transfers.submit(start, buffers, finish)
+        transfer = Transfer(self._transfers, buffers, finish)
+        self._native.get_async(array, buffers, self._timeout_ns(timeout), transfer)
+        return transfer
 
     def match_async(
         self, keys: KeysLike, *, skip_blocks: int = 0, ranks: int = 1
@@ -268,13 +265,12 @@ class Store:
         _skip(skip_blocks, len(array))
         checked_ranks = self._ranks(ranks)
 
-        def start() -> _core.Transfer:
-            return self._native.match_async(array, skip_blocks, checked_ranks)
-
         def finish(done: _core.Transfer) -> Match:
             return self._match(array, skip_blocks, done.matched)
 
-        return self._transfers.submit(start, None, finish)
+        transfer = Transfer(self._transfers, None, finish)
+        self._native.match_async(array, skip_blocks, checked_ranks, transfer)
+        return transfer
 
     def event_fd(self) -> int:
         """A descriptor that becomes readable when a transfer has finished; `drain` quiets it."""
@@ -282,7 +278,10 @@ class Store:
 
     def drain(self) -> list[Transfer[Any]]:
         """Transfers that have finished and were not waited for, in order of finishing."""
-        return self._transfers.drain()
+        finished = self._native.drain()
+        for transfer in finished:
+            transfer._collect()
+        return finished
 
     # ---- one by one
 

@@ -27,25 +27,17 @@ class Transfer(Generic[T]):
     proves itself as that). Collect each transfer, by `wait`, `await` or `Store.drain`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_buffers",
-        "_error",
-        "_finish",
-        "_native",
-        "_result",
-        "_transfers",
-    )
+    __slots__ = ("__weakref__", "_buffers", "_error", "_finish", "_native", "_result", "_transfers")
+
+    _native: _core.Transfer  # set by the core, in the step that submits it
 
     def __init__(
         self,
         transfers: Transfers,
-        native: _core.Transfer,
         buffers: _core.Buffers | None,
         finish: Callable[[_core.Transfer], T],
     ) -> None:
         self._transfers = transfers
-        self._native = native
         self._buffers = buffers
         self._finish: Callable[[_core.Transfer], T] | None = finish  # None once it is collected
         self._result: T | None = None
@@ -82,17 +74,15 @@ class Transfer(Generic[T]):
 
     def _collect(self) -> None:
         with self._transfers.lock:
-            self._transfers.known.pop(self.id, None)
-            if self._finish is None:  # another thread was quicker
-                return
-            try:
-                self._result = self._finish(self._native)
-            except KvstoreError as error:
-                self._error = error
-            self._finish = None
-            if self._buffers is not None:
-                self._buffers.release()
-                self._buffers = None
+            if self._finish is not None:  # else another thread was quicker
+                try:
+                    self._result = self._finish(self._native)
+                except KvstoreError as error:
+                    self._error = error
+                self._finish = None
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.release()  # finalizers may run here: no lock is held
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -100,7 +90,7 @@ class Transfer(Generic[T]):
             try:
                 yield from future
             except BaseException:
-                self.cancel()
+                self._transfers.native.abandon(self._native)
                 raise
         return self.wait()
 
@@ -109,38 +99,23 @@ class Transfer(Generic[T]):
 
 
 class Transfers:
-    """The transfers of one store: keeps them, and the memory lent to them, until collected."""
+    """The transfers of one store, for whoever awaits them. Who is under way, and the memory lent to
+    it, is known to the core.
+    """
 
     def __init__(self, native: _core.Store) -> None:
         self.native = native
-        self.known: dict[int, Transfer[Any]] = {}
-        self.lock = threading.Lock()  # guards all the rest
+        # Guards all the rest. A finalizer that runs under it may come back.
+        self.lock = threading.RLock()
         self._awaited: dict[asyncio.Future[None], Transfer[Any]] = {}
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}  # how many futures each waits for
         self._fd = -1  # outlives close(): a task may still await what close() has ended
-
-    def submit(
-        self,
-        start: Callable[[], _core.Transfer],
-        buffers: _core.Buffers | None,
-        finish: Callable[[_core.Transfer], T],
-    ) -> Transfer[T]:
-        """Starts a transfer and keeps it until it is collected."""
-        with self.lock:  # or it could be drained before it is known
-            transfer = Transfer(self, start(), buffers, finish)
-            self.known[transfer.id] = transfer
-        return transfer
-
-    def drain(self) -> list[Transfer[Any]]:
-        """What has finished and was not collected otherwise, in order of finishing."""
-        with self.lock:
-            finished = [self.known.pop(native.id, None) for native in self.native.drain()]
-        return [transfer for transfer in finished if transfer is not None]
 
     def awaiting(self, transfer: Transfer[Any]) -> asyncio.Future[None]:
         """A future of the running loop that ends when the transfer is done."""
         import asyncio
 
+        self.native.set_awaiting(True)  # first of all, since it refuses in a forked child
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self.lock:
@@ -149,9 +124,9 @@ class Transfers:
             self._awaited[future] = transfer
             count = self._loops.get(loop, 0)
             self._loops[loop] = count + 1
-            self.native.set_awaiting(True)
             if count == 0:
                 loop.add_reader(self._fd, self._wake)
+            self.native.set_awaiting(True)
         self._wake()  # it may have finished before the descriptor was watched
         return future
 
