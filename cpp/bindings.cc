@@ -250,6 +250,7 @@ py::tuple Store::put(const py::buffer& keys, const Buffers& buffers, size_t skip
     outcome =
         transport_->commit(*grants, written == Status::kOk ? grants->items.size() : 0, written);
   });
+  if (limits.stopped()) outcome.cancel_rest();
   return to_python(outcome);
 }
 

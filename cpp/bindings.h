@@ -163,9 +163,7 @@ class Store {
   CallLimits limits_for(int64_t timeout_ns) const;  // zero: wait for nothing
   void reserve_more(GrantBatch& grants, bool chain, const CallLimits& limits);
   // Whether a call that copies this much lets other Python threads run meanwhile.
-  bool gives_up_lock(uint64_t bytes) const {
-    return bytes >= kShortCopyBytes || !local_;
-  }
+  bool gives_up_lock(uint64_t bytes) const { return bytes >= kShortCopyBytes || !local_; }
   pid_t pid() const { return pid_; }
   bool closed() const { return closed_.load(); }
 
@@ -185,7 +183,7 @@ class Store {
   void finish_close();
 
   const pid_t pid_;
-  bool local_ = true;  // as transport_->local(), also after close()
+  bool local_ = true;           // as transport_->local(), also after close()
   std::shared_ptr<Node> node_;  // null where it is elsewhere
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<Transfers> transfers_;

@@ -7,6 +7,7 @@
 // Owns: a session at the node. end() ends it once the calls under way have returned.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -48,6 +49,11 @@ struct PutOutcome {
   bool parent_held = true;
   bool stale = false;
   std::string message;
+  // What was not done was cancelled, whatever it was waiting for.
+  void cancel_rest() {
+    std::ranges::replace(statuses, Status::kOutOfSpace, Status::kCancelled);
+    message.clear();
+  }
 };
 
 struct GetOutcome {

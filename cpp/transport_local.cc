@@ -53,10 +53,7 @@ PutOutcome LocalStore::put(const PutRequest& request, const std::vector<BlockMem
   if (limits.waits) reserve_more(*grants, request.chain, limits);
   const Status written = write(*grants, blocks, {}, limits.for_copy());
   PutOutcome outcome = commit(*grants, written == Status::kOk ? blocks.size() : 0, written);
-  if (limits.stopped()) {  // what was not done was cancelled, whatever it was waiting for
-    std::ranges::replace(outcome.statuses, Status::kOutOfSpace, Status::kCancelled);
-    outcome.message.clear();
-  }
+  if (limits.stopped()) outcome.cancel_rest();
   return outcome;
 }
 
