@@ -13,7 +13,7 @@ How it is built, from the top down. Imports point down only.
 
     cli, sim                 the command line; traces and their replay
     store, hit, transfer     put / get / match_prefix; leases and views; background calls
-    keys                     BlockSpec → namespace → keys of token blocks
+    spec, keys               BlockSpec → namespace → keys of token blocks
     types, errors, config    values, exceptions, options
     _core (C++, cpp/)
       bindings*              arguments and results, nothing else
@@ -47,7 +47,8 @@ from kvstore.errors import (
     ViewsRefused,
 )
 from kvstore.hit import Hit, Match, Writing
-from kvstore.keys import BlockSpec, Keys
+from kvstore.keys import Keys
+from kvstore.spec import BlockSpec
 from kvstore.store import Store, open  # noqa: A004 - `kvstore.open` is the name
 from kvstore.transfer import Transfer
 from kvstore.types import GetResult, Listed, PutResult, Status, Usage

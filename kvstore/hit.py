@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore import _core
 from kvstore.errors import InvalidArgument, StoreClosed
-from kvstore.keys import BlockSpec
+from kvstore.spec import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
 
 _TO_THE_END = (1 << 64) - 1

@@ -21,7 +21,8 @@ from kvstore import _core
 from kvstore.config import StoreOptions, parse_seconds
 from kvstore.errors import AuditFailed, InvalidArgument
 from kvstore.hit import Hit, Match, Writing
-from kvstore.keys import BlockSpec, Extra, Keys, TokenIds, make_keys, text_key
+from kvstore.keys import Extra, Keys, TokenIds, make_keys, text_key
+from kvstore.spec import BlockSpec
 from kvstore.transfer import Transfer, Transfers
 from kvstore.types import GetResult, Listed, PutResult, Usage
 

@@ -23,12 +23,8 @@ from hypothesis import strategies as st
 
 from kvstore import _core
 from kvstore.errors import InvalidArgument
-from kvstore.keys import (
-    BlockSpec,
-    keys_from_ids,
-    make_keys,
-    text_key,
-)
+from kvstore.keys import keys_from_ids, make_keys, text_key
+from kvstore.spec import BlockSpec
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads(
@@ -184,7 +180,8 @@ def test_worked_example_of_the_format_page_is_right() -> None:
 
 KEYS_IN_A_FRESH_PROCESS = """
 import hashlib
-from kvstore.keys import BlockSpec, make_keys, text_key
+from kvstore.keys import make_keys, text_key
+from kvstore.spec import BlockSpec
 digest = hashlib.sha256()
 for i in range(100):
     spec = BlockSpec("llama", layers=2, kv_heads=8, head_dim=128, tenant="t" * (i % 2))

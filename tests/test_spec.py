@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidArgument
-from kvstore.keys import DTYPE_BYTES, BlockSpec, Keys, make_keys, text_key
+from kvstore.keys import Keys, make_keys, text_key
+from kvstore.spec import DTYPE_BYTES, BlockSpec
 
 GEOMETRY: dict[str, Any] = {"layers": 2, "kv_heads": 8, "head_dim": 128}
 

@@ -40,7 +40,7 @@ CPP_LAYERS = {
 PYTHON_LAYERS = {
     "values": ["types", "errors", "config"],
     "core": ["_core"],
-    "keys": ["keys"],
+    "keys": ["spec", "keys"],
     "store": ["hit", "transfer", "store"],
     "public": [""],
     "sim": ["sim", "sim.workload", "sim.checkers", "sim.replay"],
