@@ -13,6 +13,7 @@ How it is built, from the top down. Imports point down only.
 
     cli, sim                 the command line; traces and their replay
     store, hit, transfer     put / get / match_prefix; leases and views; background calls
+    arguments                what callers pass → keys, block memories
     spec, keys               BlockSpec → namespace → keys of token blocks
     types, errors, config    values, exceptions, options
     _core (C++, cpp/)
@@ -51,12 +52,13 @@ from kvstore.keys import Keys
 from kvstore.spec import BlockSpec
 from kvstore.store import Store, open  # noqa: A004 - `kvstore.open` is the name
 from kvstore.transfer import Transfer
-from kvstore.types import GetResult, Listed, PutResult, Status, Usage
+from kvstore.types import BlockKey, GetResult, Listed, PutResult, Status, Usage
 
 __version__: str = _core.__version__
 
 __all__ = [
     "AuditFailed",
+    "BlockKey",
     "BlockSpec",
     "BlockTooLarge",
     "BufferBusy",

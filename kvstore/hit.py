@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import _core
+from kvstore.arguments import check_shape
 from kvstore.errors import InvalidArgument, StoreClosed
 from kvstore.spec import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
@@ -101,8 +102,9 @@ class Hit:
         """Copies blocks from `first` on into `out` (forms as for `Store.get`), checking each.
 
         `out` may have room for fewer blocks, or for more: the rest is MISS and untouched.
-        Raises LeaseRevoked if the lease ran out and its memory was needed.
+        Raises SpecMismatch, and LeaseRevoked if the lease ran out and its memory was needed.
         """
+        check_shape(self._spec, out)
         return self._read(out, first, 0, _TO_THE_END, self._spec.block_bytes)
 
     def read_part(self, part: int, out: Any) -> GetResult:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from kvstore import _core
 from kvstore.errors import InvalidArgument
 from kvstore.spec import CHAIN_BYTES, BlockSpec, check_int, check_salt, check_shard, utf8
+from kvstore.types import KEY_BYTES, BlockKey
 
-KEY_BYTES: Final = 32
 TEXT_KEY_BYTES_MAX: Final = 512
 EXTRA_BYTES_MAX: Final = 1 << 20  # extra keys of one block, with their lengths
 TOKEN_MAX: Final = (1 << 32) - 1
@@ -44,15 +44,25 @@ class Keys:
     """Immutable row of block keys, in order: 32 bytes each, 28 of hash and 4 of shard.
 
     `version` is the namespace's when the keys were made; a store that was cleared since refuses to
-    put under them. `keys[i]` is bytes, `keys[a:b]` are Keys, `np.asarray(keys)` is (n, 32) uint8.
+    put under them. `namespace_id` is their spec's, None if made from bytes or an array: stores of
+    another namespace refuse them. `keys[i]` is a `BlockKey`; `keys[a:b]`, `keys[mask]` and
+    `keys[[i, j]]` are Keys; `np.asarray(keys)` is (n, 32) uint8.
     """
 
-    __slots__ = ("_array", "_version")
+    __slots__ = ("_array", "_namespace_id", "_version")
     _array: npt.NDArray[np.uint8]
     _version: int
+    _namespace_id: bytes | None
 
-    def __init__(self, keys: bytes | npt.NDArray[np.uint8] | Keys, version: int = 0) -> None:
+    def __init__(
+        self,
+        keys: bytes | npt.NDArray[np.uint8] | Keys,
+        version: int = 0,
+        namespace_id: bytes | None = None,
+    ) -> None:
         """Copies `keys`: n * 32 bytes, or an (n, 32) uint8 array."""
+        if isinstance(keys, Keys):
+            namespace_id = namespace_id or keys.namespace_id
         if not isinstance(keys, bytes):
             given = np.asarray(keys)
             if given.dtype != np.uint8 or given.ndim != 2 or given.shape[1] != KEY_BYTES:
@@ -64,6 +74,7 @@ class Keys:
             raise InvalidArgument(f"keys have {len(keys)} bytes; a key has {KEY_BYTES}")
         self._array = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)  # read-only: over bytes
         self._version = check_int("version", version, 0, ID_MAX)
+        self._namespace_id = namespace_id
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -75,28 +86,32 @@ class Keys:
         """Version of the namespace these keys were made under."""
         return self._version
 
+    @property
+    def namespace_id(self) -> bytes | None:
+        """The `namespace_id` of the spec they were made for, if that is known."""
+        return self._namespace_id
+
     def with_rank(self, rank: int, world_size: int) -> Keys:
         """The keys of the same blocks' shards at another rank: computed, not hashed."""
         check_shard(rank, world_size)
         keys = self._array.copy()
         keys[:, CHAIN_BYTES:] = np.frombuffer(_shard(rank, world_size), np.uint8)
-        return Keys(keys, self._version)
+        return Keys(keys, self._version, self._namespace_id)
 
     def __len__(self) -> int:
         return len(self._array)
 
     @overload
-    def __getitem__(self, index: int) -> bytes: ...
+    def __getitem__(self, index: int | np.integer[Any]) -> BlockKey: ...
     @overload
-    def __getitem__(self, index: slice) -> Keys: ...
-    def __getitem__(self, index: int | slice) -> bytes | Keys:
-        if isinstance(index, slice):
-            return Keys(self._array[index], self._version)
-        key: bytes = self._array[index].tobytes()
-        return key
+    def __getitem__(self, index: slice | Sequence[int] | npt.NDArray[Any]) -> Keys: ...
+    def __getitem__(self, index: Any) -> BlockKey | Keys:
+        if isinstance(index, int | np.integer):
+            return BlockKey(self._array[int(index)].tobytes())
+        return Keys(self._array[index], self._version, self._namespace_id)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return (key.tobytes() for key in self._array)
+    def __iter__(self) -> Iterator[BlockKey]:
+        return (BlockKey(key.tobytes()) for key in self._array)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Keys):
@@ -111,7 +126,7 @@ class Keys:
         return np.array(self._array, dtype) if copy else np.asarray(self._array, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Keys, (self._array.tobytes(), self._version)
+        return Keys, (self._array.tobytes(), self._version, self._namespace_id)
 
     def __repr__(self) -> str:
         if not len(self):
@@ -146,7 +161,7 @@ def make_keys(
         keys = _core.chain_keys(start, tokens, spec.block_tokens, packed, *shard)
     else:
         keys = _chain_keys_xxh3(spec, start, tokens, packed or [None] * num_blocks)
-    return Keys(keys, version)
+    return Keys(keys, version, spec.namespace_id)
 
 
 def keys_from_ids(spec: BlockSpec, ids: TokenIds, *, version: int = 0) -> Keys:
@@ -155,7 +170,8 @@ def keys_from_ids(spec: BlockSpec, ids: TokenIds, *, version: int = 0) -> Keys:
     For traces, and engines that have hashed their blocks already. Always SHA-256; never equal to
     keys of tokens or text.
     """
-    return Keys(_core.id_keys(spec.root, _ids(ids), spec.rank, spec.world_size), version)
+    keys = _core.id_keys(spec.root, _ids(ids), spec.rank, spec.world_size)
+    return Keys(keys, version, spec.namespace_id)
 
 
 def text_key(spec: BlockSpec, text: str | bytes) -> bytes:

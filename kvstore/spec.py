@@ -95,6 +95,8 @@ class BlockSpec:
     block_bytes: int | None = _FROM_GEOMETRY
     namespace_id: bytes = field(init=False, repr=False, compare=False)  # 32 bytes
     root: bytes = field(init=False, repr=False, compare=False)  # 28 bytes: where chains start
+    block_shape: tuple[int, ...] | None = field(init=False, repr=False, compare=False)
+    # layer, K | V, head, token, element; None if opaque, or in an order of its own (layout)
 
     def __post_init__(self) -> None:
         for name in ("model", "weights", "adapter", "dtype", "layout", "tenant", "hash"):
@@ -116,6 +118,8 @@ class BlockSpec:
         object.__setattr__(self, "namespace_id", _core.sha256(self.canonical()))
         root = _core.sha256(_ROOT_TAG + self.namespace_id)[:CHAIN_BYTES]
         object.__setattr__(self, "root", root)
+        shape = (self.layers, 2, self.heads_per_rank, self.block_tokens, self.head_dim)
+        object.__setattr__(self, "block_shape", None if self.opaque or self.layout else shape)
 
     def _checked_block_bytes(self) -> int | None:
         for name in ("layers", "kv_heads", "head_dim"):

@@ -5,9 +5,32 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument
+
+KEY_BYTES: Final = 32
+
+
+class BlockKey(bytes):
+    """One key, 32 bytes, as indexing or iterating `Keys` gives it.
+
+    A sequence of these is taken wherever keys are; plain bytes are names.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, key: bytes) -> BlockKey:  # noqa: PYI034 - Self needs Python 3.11
+        """Raises InvalidArgument unless `key` is 32 bytes."""
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise InvalidArgument(f"a key is {KEY_BYTES} bytes, not {key!r}")
+        return super().__new__(cls, key)
+
+    def __repr__(self) -> str:
+        return f"BlockKey({self.hex()})"
 
 
 class Status(enum.IntEnum):
@@ -108,9 +131,9 @@ class GetResult(Statuses):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One block of `store.list()`: key (32 bytes), length in bytes, and text if it has a name."""
+    """One block of `store.list()`: key, length in bytes, and text if it has a name."""
 
-    key: bytes
+    key: BlockKey
     length: int
     text: str | bytes | None
     pinned: bool

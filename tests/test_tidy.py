@@ -41,6 +41,7 @@ PYTHON_LAYERS = {
     "values": ["types", "errors", "config"],
     "core": ["_core"],
     "keys": ["spec", "keys"],
+    "arguments": ["arguments"],
     "store": ["hit", "transfer", "store"],
     "public": [""],
     "sim": ["sim", "sim.workload", "sim.checkers", "sim.replay"],
@@ -59,7 +60,7 @@ VENDOR_HEADERS = {
 
 # Which modules of ours import what is neither Python's nor ours.
 VENDOR_MODULES = {
-    "numpy": r"types|keys|store|hit|transfer|sim\.\w+",
+    "numpy": r"types|keys|arguments|store|hit|transfer|sim\.\w+",
     "xxhash": r"keys",
     "typer": r"cli",
     "rich": r"cli",
