@@ -31,7 +31,18 @@ the table by commit only. Memory under a lease is not reused. A parent is never 
 child. Every wait has a deadline. `store.audit()` checks the accounts.
 """
 
-from kvstore import _core
+import importlib.util
+
+try:
+    from kvstore import _core
+except ImportError as error:
+    if importlib.util.find_spec("kvstore._core") is not None:  # it is there, but does not load
+        raise
+    raise ImportError(
+        f"{__path__[0]} is kvstore's source tree without its built extension: run from another "
+        "folder, where the installed package is found, or `pip install -e .` in the tree",
+        name="kvstore._core",
+    ) from error
 from kvstore.config import StoreOptions
 from kvstore.errors import (
     AuditFailed,
