@@ -243,6 +243,8 @@ def _integers(what: str, values: Any, highest: int) -> npt.NDArray[Any]:
         given = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:  # as of a tensor on a device
         raise InvalidArgument(f"{what}s are a {kind} that numpy cannot read: {error}") from None
+    if given.ndim == 0:  # None, a number, an iterator
+        raise InvalidArgument(f"{what}s are a {kind}; pass a list or array of integers")
     if given.ndim != 1:
         raise InvalidArgument(f"{what}s are a {kind} of shape {given.shape}; pass one dimension")
     if given.dtype.kind in "iu":

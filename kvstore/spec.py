@@ -30,6 +30,17 @@ _DTYPES_BY_BYTES: Final = {
     16: "complex128",
 }
 DTYPE_BYTES: Final = {name: n for n, names in _DTYPES_BY_BYTES.items() for name in names.split()}
+_DTYPES_AS_CALLED: Final = {
+    "float16": "fp16 f16 half",
+    "bfloat16": "bf16",
+    "float32": "fp32 f32 float single",
+    "float64": "fp64 f64 double",
+    "float8_e4m3fn": "fp8 float8 fp8_e4m3 float8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+}
+_DTYPE_MEANT: Final = {
+    called: name for name, others in _DTYPES_AS_CALLED.items() for called in others.split()
+}
 HASHES: Final = ("sha256", "xxh3-128")
 
 _RECORD_TAG: Final = b"kvstore.namespace\x01"  # the last byte is the record's version
@@ -99,13 +110,12 @@ class BlockSpec:
     # layer, K | V, head, token, element; None if opaque, or in an order of its own (layout)
 
     def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
         for name in ("model", "weights", "adapter", "dtype", "layout", "tenant", "hash"):
             _check_string(name, getattr(self, name))
         if not self.model:
             raise InvalidArgument("model is empty; name the model these blocks belong to")
         check_salt(self.salt)
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidArgument(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
         if self.hash not in HASHES:
             raise InvalidArgument(f"hash is {self.hash!r}; use one of {', '.join(HASHES)}")
         if self.hash != "sha256" and (self.tenant or self.salt):
@@ -228,6 +238,21 @@ def utf8(name: str, text: str) -> bytes:
         raise InvalidArgument(
             f"{name} {text!r} has no UTF-8 form: a lone surrogate at {error.start}"
         ) from None
+
+
+def _check_dtype(dtype: object) -> None:
+    if isinstance(dtype, str):
+        if dtype in DTYPE_BYTES:
+            return
+        meant = dtype.lower().removeprefix("torch.")
+        meant = _DTYPE_MEANT.get(meant, meant)
+        hint = f"did you mean {meant!r}? " if meant in DTYPE_BYTES else ""
+        raise InvalidArgument(f"dtype is {dtype!r}; {hint}use one of {', '.join(DTYPE_BYTES)}")
+    # numpy's types have a __name__, its dtypes a name; torch's are told by their text.
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    name = str(name).removeprefix("torch.")
+    hint = f"its name, {name!r}" if name in DTYPE_BYTES else "a str"
+    raise InvalidArgument(f"dtype is {dtype!r}; pass {hint}")
 
 
 def _check_string(name: str, value: object) -> None:

@@ -1,14 +1,22 @@
 """What callers pass by mistake or in another form: read as meant, or refused with what to do."""
 
+import asyncio
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import blocks, is_block, opened
+from builders import ANY, blocks, is_block, opened
 
-from kvstore import BlockKey, BlockSpec, InvalidArgument, Keys, SpecMismatch
+import kvstore
+from kvstore import BlockKey, BlockSpec, InvalidArgument, Keys, SpecMismatch, Status
 
 GEOMETRY: dict[str, Any] = {"layers": 2, "kv_heads": 4, "head_dim": 32}
 TOKENS = list(range(48))  # three blocks of 16
@@ -201,3 +209,101 @@ def test_too_few_sources_hint_at_skipping() -> None:
         with pytest.raises(InvalidArgument, match="expected 3") as raised:
             store.get(keys, np.zeros((2, SIZE), np.uint8))
         assert "skip_blocks" not in str(raised.value)
+
+
+@pytest.mark.parametrize("size", ["1GB", "4 gb", "512M", "1.5TB", "8k"])
+def test_decimal_units_are_refused_with_the_binary_one(size: str) -> None:
+    unit = size.lstrip("0123456789. ")
+    with pytest.raises(InvalidArgument, match=f"{unit} is not accepted.*{unit[0].upper()}iB"):
+        kvstore.open(ANY, dram=size)
+
+
+def test_what_holds_no_tokens_is_told_what_to_pass() -> None:
+    with opened() as store:
+        for nothing in (iter(TOKENS), None, 7, (token for token in TOKENS), {1, 2}):
+            with pytest.raises(InvalidArgument, match="pass a list or array of integers"):
+                store.keys(nothing)
+
+
+# ---- matches -------------------------------------------------------------------------------------
+
+
+def test_a_match_is_told_from_a_hit() -> None:
+    with opened() as store:
+        match: Any = store.match_prefix(["k"])
+        for call in ("read", "views", "ticket", "read_layer"):
+            with pytest.raises(AttributeError, match=rf"with match as hit: hit\.{call}\(\.\.\.\)"):
+                getattr(match, call)
+        with pytest.raises(AttributeError, match=r"hit\.lengths`"):
+            match.lengths  # noqa: B018
+        with pytest.raises(AttributeError, match="no attribute 'surprise'"):
+            match.surprise  # noqa: B018
+
+
+def test_a_match_is_entered_by_a_plain_with() -> None:
+    async def enter(match: Any) -> None:
+        async with match:
+            pass
+
+    with opened() as store, pytest.raises(TypeError, match="use plain `with match as hit`"):
+        asyncio.run(enter(store.match_prefix(["k"])))
+
+
+def test_matches_of_opaque_blocks_count_no_tokens() -> None:
+    with opened() as store:
+        assert store.put(["k"], [b"x"]).ok
+        assert repr(store.match_prefix(["k"])) == "Match(1 blocks)"
+    with opened(SPEC) as store:
+        assert repr(store.match_prefix(store.keys(TOKENS))) == "Match(0 blocks, 0 tokens)"
+
+
+# ---- statuses ------------------------------------------------------------------------------------
+
+
+def test_statuses_are_their_names_and_true_where_nothing_is_left_to_do() -> None:
+    assert f"{Status.MISS} {Status.OUT_OF_SPACE!s:>14}" == "miss   out_of_space"
+    assert [str(status) for status in Status] == [status.name.lower() for status in Status]
+    assert [status for status in Status if status] == [Status.OK, Status.EXISTS]
+
+
+def test_results_have_no_truth_of_their_own() -> None:
+    with opened() as store:
+        assert store.put(["b", "c"], [b"xx"] * 2, chain=False).blocks == 2
+        put = store.put(["a", "b"], [b"x", b"xx"])
+        assert (put.ok, put.blocks, put.stored) == (True, 2, 1)
+        got = store.get(["a", "absent"], [bytearray(1), bytearray(1)])
+        assert (got.ok, got.blocks) == (False, 1)
+        for result in (put, got):
+            with pytest.raises(TypeError, match=r"use \.ok \(all\) or \.blocks \(leading run\)"):
+                bool(result)
+
+
+# ---- the source tree -----------------------------------------------------------------------------
+
+
+def import_without_extension(folder: Path, extension: bytes | None) -> str:
+    shutil.copytree(
+        Path(kvstore.__file__).parent, folder / "kvstore", ignore=shutil.ignore_patterns("*.so")
+    )
+    if extension is not None:
+        (folder / f"kvstore/_core{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(extension)
+    command = [sys.executable, "-c", "import kvstore"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_source_tree_without_its_extension_says_so(tmp_path: Path) -> None:
+    said = import_without_extension(tmp_path, None)
+    assert said.startswith(f"ImportError: {tmp_path / 'kvstore'} is kvstore's source tree without")
+    assert "run from another folder" in said
+    assert "pip install -e ." in said
+
+
+def test_an_extension_that_does_not_load_says_why(tmp_path: Path) -> None:
+    said = import_without_extension(tmp_path, b"no library")
+    assert "ImportError" in said
+    assert "source tree" not in said

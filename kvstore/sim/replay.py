@@ -430,7 +430,7 @@ def _drive(run: _Run) -> None:
 
 
 def _names(statuses: Iterable[Status], *fine: Status) -> Counter[str]:
-    return Counter(status.name.lower() for status in statuses if status not in fine)
+    return Counter(str(status) for status in statuses if status not in fine)
 
 
 def _percentiles(seconds: list[float]) -> Percentiles:
