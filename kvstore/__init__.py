@@ -6,8 +6,9 @@
         keys = store.keys(token_ids)                 # a key names a block and all before it
         match = store.match_prefix(keys)             # how many leading blocks are held: a hint
         with match as hit:                           # leases: their memory is not reused
-            hit.read(out)                            # checked while it is copied
-        store.put(keys, blocks, skip_blocks=match.blocks)
+            held = hit.read(kv).blocks               # checked while it is copied
+        ...                                          # compute the others, kv[held:]
+        store.put(keys, kv[held:], skip_blocks=held)
 
 How it is built, from the top down. Imports point down only.
 
