@@ -20,7 +20,7 @@ from kvstore.types import KEY_BYTES, BlockKey
 
 KeysLike: TypeAlias = Keys | npt.NDArray[np.uint8] | Sequence[BlockKey] | Sequence[str | bytes]
 """Keys of the store's namespace, a sequence of single ones (`keys[i]`), an (n, 32) uint8 array of
-them, or names: str or bytes of 1 to 512 bytes."""
+them, or names: str or bytes of 1 to 512 bytes. Only Keys are known by spec and version."""
 
 _NO_TEXTS: list[bytes] = []
 _TOKEN_IDS = "token ids? make keys of them first: store.keys(ids)"

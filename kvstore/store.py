@@ -123,8 +123,9 @@ class Store:
 
         blocks: an array, tensor or buffer of shape (n, ...); or a list of n items, an item being an
         array or buffer, or a list of pieces, a piece an array or a (pointer, length) pair. Strides
-        are fine. A block held already is EXISTS and not sent. When room runs out, a chain keeps a
-        leading run; `chain=False` says that the keys have nothing to do with each other.
+        are fine; with as many axes as `BlockSpec.block_shape` a block must have that shape.
+        A block held already is EXISTS and not sent. When room runs out, a chain keeps a leading
+        run; `chain=False` says that the keys have nothing to do with each other.
         `timeout` seconds (default `timeout_s`) bound the wait for room and the copy.
         Raises InvalidArgument, SpecMismatch, BlockTooLarge, StaleKeys, BufferBusy.
         """
