@@ -6,14 +6,16 @@
         keys = store.keys(token_ids)                 # a key names a block and all before it
         match = store.match_prefix(keys)             # how many leading blocks are held: a hint
         with match as hit:                           # leases: their memory is not reused
-            hit.read(out)                            # checked while it is copied
-        store.put(keys, blocks, skip_blocks=match.blocks)
+            held = hit.read(kv).blocks               # checked while it is copied
+        ...                                          # compute the others, kv[held:]
+        store.put(keys, kv[held:], skip_blocks=held)
 
 How it is built, from the top down. Imports point down only.
 
     cli, sim                 the command line; traces and their replay
     store, hit, transfer     put / get / match_prefix; leases and views; background calls
-    keys                     BlockSpec → namespace → keys of token blocks
+    arguments                what callers pass → keys, block memories
+    spec, keys               BlockSpec → namespace → keys of token blocks
     types, errors, config    values, exceptions, options
     _core (C++, cpp/)
       bindings*              arguments and results, nothing else
@@ -30,7 +32,18 @@ the table by commit only. Memory under a lease is not reused. A parent is never 
 child. Every wait has a deadline. `store.audit()` checks the accounts.
 """
 
-from kvstore import _core
+import importlib.util
+
+try:
+    from kvstore import _core
+except ImportError as error:
+    if importlib.util.find_spec("kvstore._core") is not None:  # it is there, but does not load
+        raise
+    raise ImportError(
+        f"{__path__[0]} is kvstore's source tree without its built extension: run from another "
+        "folder, where the installed package is found, or `pip install -e .` in the tree",
+        name="kvstore._core",
+    ) from error
 from kvstore.config import StoreOptions
 from kvstore.errors import (
     AuditFailed,
@@ -47,15 +60,17 @@ from kvstore.errors import (
     ViewsRefused,
 )
 from kvstore.hit import Hit, Match, Writing
-from kvstore.keys import BlockSpec, Keys
+from kvstore.keys import Keys
+from kvstore.spec import BlockSpec
 from kvstore.store import Store, open  # noqa: A004 - `kvstore.open` is the name
 from kvstore.transfer import Transfer
-from kvstore.types import GetResult, Listed, PutResult, Status, Usage
+from kvstore.types import BlockKey, GetResult, Listed, PutResult, Status, Usage
 
 __version__: str = _core.__version__
 
 __all__ = [
     "AuditFailed",
+    "BlockKey",
     "BlockSpec",
     "BlockTooLarge",
     "BufferBusy",

@@ -24,7 +24,7 @@ from rich.text import Text
 import kvstore
 from kvstore.config import parse_bytes
 from kvstore.errors import InvalidArgument, KvstoreError, NotEnoughMemory
-from kvstore.sim.replay import Percentiles, ReplayOptions, ReplayReport, replay
+from kvstore.sim.replay import Percentiles, ReplayOptions, ReplayReport, pool_size, replay
 from kvstore.sim.workload import (
     Request,
     TraceSummary,
@@ -160,7 +160,10 @@ def replay_command(
     capacity_blocks: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Blocks left before each lookup; 0: unlimited memory."
+            min=0,
+            metavar="N",
+            help="Blocks the store holds when a request arrives, at most: the rest is evicted. "
+            "0: room for every block of the trace.",
         ),
     ] = 0,
     clients: Annotated[
@@ -171,7 +174,12 @@ def replay_command(
     ] = 1,
     speed: Annotated[
         float,
-        typer.Option(min=0.0, metavar="X", help="Trace time / X, ticks spread; 0: no pauses."),
+        typer.Option(
+            min=0.0,
+            metavar="X",
+            help="Times faster than recorded: 60 replays an hour in a minute, 1 takes as long as "
+            "the trace. 0: as fast as it goes, without pauses.",
+        ),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
@@ -197,7 +205,11 @@ def replay_command(
         )
         path = _find_trace(trace, folder)
         rows = list(read_trace(path))
-        _note(f"{path}: {len(rows):,} requests; blocks of {_size(block_bytes)}")
+        size = pool_size(options, summarize(rows))
+        _note(
+            f"{path}: {len(rows):,} requests; blocks of {_size(block_bytes)}, "
+            f"a pool of {_size(size.dram_bytes)}"
+        )
         report = _replay(rows, options)
         if as_json:
             _print_json({"trace": str(path), **report.as_dict()})
@@ -295,6 +307,10 @@ def _find_trace(trace: str | None, folder: Path | None) -> Path:
         for path in (Path(trace), *([folder / trace] if folder else [])):
             if path.is_file():
                 return path
+            if path.is_dir():
+                raise InvalidArgument(
+                    f"{path} is a folder; name a file in it, or --trace {path} for its first trace"
+                )
         where = f"here or in {folder}" if folder else "here; --trace names a folder to look in"
         raise InvalidArgument(
             f"{trace}: no such file {where}\nTo make one: kvstore trace make my.jsonl.gz"

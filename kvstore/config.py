@@ -17,6 +17,13 @@ def parse_bytes(value: int | str, name: str) -> int:
     """Bytes of an int or of text such as "512MiB" or "4 GiB". Raises InvalidArgument."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = "" if found is None else found[2]
+        if re.fullmatch("[kmgt]b?", unit.lower()):
+            wanted = f"{unit[0].upper()}iB"
+            raise InvalidArgument(
+                f"{name}={value!r}: {unit} is not accepted, as it may mean 1000 or 1024; "
+                f"write {wanted}"
+            )
         if found is None or found[2].lower() not in _UNITS:
             raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
         amount = float(found[1]) * _UNITS[found[2].lower()]

@@ -4,7 +4,7 @@ A class exists only where a caller would do something different:
 
     KvstoreError
     ├── InvalidArgument (also ValueError)   the call is wrong; nothing was done
-    │   ├── SpecMismatch                    an array's dtype or layout is not the spec's
+    │   ├── SpecMismatch                    an array's dtype or shape, or keys, of another spec
     │   └── BlockTooLarge                   a block that can never fit the pool
     ├── StaleKeys                           the namespace was cleared after the keys were made
     ├── StoreClosed                         the store (or the lease) was closed
@@ -28,7 +28,7 @@ class InvalidArgument(KvstoreError, ValueError):
 
 
 class SpecMismatch(InvalidArgument):
-    """Bytes of one format offered where the spec says another."""
+    """Bytes of one format, or keys of one namespace, offered where the spec says another."""
 
 
 class BlockTooLarge(InvalidArgument):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import _core
+from kvstore.arguments import check_shape
 from kvstore.errors import InvalidArgument, StoreClosed
-from kvstore.keys import BlockSpec
+from kvstore.spec import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
 
 _TO_THE_END = (1 << 64) - 1
@@ -43,13 +44,29 @@ class Match:
 
     @property
     def tokens(self) -> int:
-        """Matched tokens."""
+        """Matched tokens: `blocks` times the spec's `block_tokens`. Nothing, if keys are names."""
         return self.blocks * self._spec.block_tokens
 
     @property
     def by_node(self) -> dict[str, int]:
         """Length of the run per node."""
         return {"local": self.blocks}
+
+    if not TYPE_CHECKING:  # type checkers know what a match has
+
+        def __getattr__(self, name):
+            if name.startswith("_") or not hasattr(Hit, name):
+                raise AttributeError(f"'Match' object has no attribute {name!r}")
+            used = f"{name}(...)" if callable(getattr(Hit, name)) else name
+            raise AttributeError(
+                f"a match holds no blocks, a hit does: use `with match as hit: hit.{used}`"
+            )
+
+    async def __aenter__(self) -> NoReturn:
+        raise TypeError("a match is entered without waiting: use plain `with match as hit`")
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
 
     def __enter__(self) -> Hit:
         if self._hit is not None:
@@ -64,7 +81,8 @@ class Match:
             hit._leave(quiet=kind is not None)
 
     def __repr__(self) -> str:
-        return f"Match({self.blocks} blocks, {self.tokens} tokens)"
+        tokens = "" if self._spec.opaque else f", {self.tokens} tokens"
+        return f"Match({self.blocks} blocks{tokens})"
 
 
 class Hit:
@@ -89,7 +107,7 @@ class Hit:
 
     @property
     def tokens(self) -> int:
-        """Their tokens."""
+        """Their tokens, as `Match.tokens`."""
         return self.blocks * self._spec.block_tokens
 
     @property
@@ -101,8 +119,9 @@ class Hit:
         """Copies blocks from `first` on into `out` (forms as for `Store.get`), checking each.
 
         `out` may have room for fewer blocks, or for more: the rest is MISS and untouched.
-        Raises LeaseRevoked if the lease ran out and its memory was needed.
+        Raises SpecMismatch, and LeaseRevoked if the lease ran out and its memory was needed.
         """
+        check_shape(self._spec, out)
         return self._read(out, first, 0, _TO_THE_END, self._spec.block_bytes)
 
     def read_part(self, part: int, out: Any) -> GetResult:

@@ -1,6 +1,6 @@
-"""What names a block: the namespace a spec declares, and the keys of token blocks in it.
+"""The keys of token blocks, of ids and of names, in the namespace of a `BlockSpec`.
 
-    BlockSpec ──canonical record──SHA-256──> namespace_id ──> root ──chain over tokens──> Keys
+    root ──chain over tokens──> Keys
 
 A key says everything its bytes depend on, so equal keys mean equal KV: in any process, on any
 machine, in any version of this package (`docs/block-format.md` has the layouts, golden vectors in
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final, overload
 
 import numpy as np
@@ -19,202 +18,23 @@ import numpy.typing as npt
 
 from kvstore import _core
 from kvstore.errors import InvalidArgument
+from kvstore.spec import CHAIN_BYTES, BlockSpec, check_int, check_salt, check_shard, utf8
+from kvstore.types import KEY_BYTES, BlockKey
 
-KEY_BYTES: Final = 32
-CHAIN_BYTES: Final = 28  # the chain hash in a key; the other 4 are the shard
 TEXT_KEY_BYTES_MAX: Final = 512
-FIELD_BYTES_MAX: Final = 1024  # of one string of a spec, and of a salt
 EXTRA_BYTES_MAX: Final = 1 << 20  # extra keys of one block, with their lengths
-BLOCK_BYTES_MAX: Final = 1 << 40
-COUNT_MAX: Final = 1 << 20  # layers, heads, head size, tokens of a block
-WORLD_SIZE_MAX: Final = (1 << 16) - 1  # two bytes of the key
-OPAQUE_PART_BYTES: Final = 1 << 20
-PART_BYTES_MIN: Final = 2 << 10  # heads join until a part has this much
 TOKEN_MAX: Final = (1 << 32) - 1
 ID_MAX: Final = (1 << 64) - 1
 
-_DTYPES_BY_BYTES: Final = {
-    1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz",
-    2: "bfloat16 float16 int16 uint16",
-    4: "float32 int32 uint32",
-    8: "float64 int64 uint64 complex64",
-    16: "complex128",
-}
-DTYPE_BYTES: Final = {name: n for n, names in _DTYPES_BY_BYTES.items() for name in names.split()}
-HASHES: Final = ("sha256", "xxh3-128")
-
-_RECORD_TAG: Final = b"kvstore.namespace\x01"  # the last byte is the record's version
-_RECORD_FIELDS: Final = (
-    *("model", "weights", "adapter", "dtype", "layout", "layers", "kv_heads", "head_dim"),
-    *("block_tokens", "tenant", "salt", "hash", "block_bytes"),
-)
-_ROOT_TAG: Final = b"kvstore.root.v1"
 _SALT_TAG: Final = b"kvstore.salt.v1"
 _TEXT_TAG: Final = b"kvstore.text.v1"
 _BLOCK_TAG: Final = b"kvstore.block.v1"  # as in cpp/chain.cc; here for XXH3
-_FROM_GEOMETRY: Final = -1
 
 TokenIds = Sequence[int] | npt.NDArray[Any] | Any
 """Integers from 0 to 2^32 - 1: a sequence, an integer array, or a tensor on the CPU."""
 
 Extra = Sequence[bytes | Sequence[bytes] | None]
 """Per full block: nothing, one extra key, or several."""
-
-
-# ---- the namespace -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PartLayout:
-    """How a block is cut into parts, each with a checksum: equal cuts, the last may be shorter.
-
-    Parts go layer, K | V, head: a part is `heads` neighbouring heads of one layer's K or V. Opaque
-    blocks know no heads (0).
-    """
-
-    part_bytes: int
-    heads: int
-
-    def count(self, block_bytes: int) -> int:
-        """Parts of a block of this many bytes."""
-        return -(-block_bytes // self.part_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpec:
-    """What all blocks of a store have in common: which KV they hold, and in what form.
-
-    Every field but `rank` and `world_size` enters the namespace: change one and no key matches.
-
-    model, weights, adapter: names; `weights` a fingerprint, so that a fine-tune of the same name
-        does not match. layout: a name for the order of bytes inside a block, if not the default
-        (layer, K | V, head, token, element).
-    layers, kv_heads, head_dim: of the whole model; each of `world_size` ranks holds its share of
-        the heads (one head where there are more ranks than heads).
-    block_tokens: tokens in a block.
-    tenant, salt: keep apart who must not share. hash: how chains are hashed: "sha256", or
-        "xxh3-128" where nobody hostile chooses tokens (refused with a tenant or a salt).
-    block_bytes: left out, it follows from the geometry: bytes of one rank's block. Given without a
-        geometry, blocks are opaque: of this size, or of any size if None.
-
-    Raises InvalidArgument naming field, value and remedy.
-    """
-
-    model: str
-    _: KW_ONLY
-    weights: str = ""
-    adapter: str = ""
-    dtype: str = "bfloat16"
-    layout: str = ""
-    layers: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    block_tokens: int = 16
-    rank: int = 0
-    world_size: int = 1
-    tenant: str = ""
-    salt: bytes = b""
-    hash: str = "sha256"
-    block_bytes: int | None = _FROM_GEOMETRY
-    namespace_id: bytes = field(init=False, repr=False, compare=False)  # 32 bytes
-    root: bytes = field(init=False, repr=False, compare=False)  # 28 bytes: where chains start
-
-    def __post_init__(self) -> None:
-        for name in ("model", "weights", "adapter", "dtype", "layout", "tenant", "hash"):
-            _check_string(name, getattr(self, name))
-        if not self.model:
-            raise InvalidArgument("model is empty; name the model these blocks belong to")
-        _check_salt(self.salt)
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidArgument(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
-        if self.hash not in HASHES:
-            raise InvalidArgument(f"hash is {self.hash!r}; use one of {', '.join(HASHES)}")
-        if self.hash != "sha256" and (self.tenant or self.salt):
-            raise InvalidArgument(
-                f"hash is {self.hash!r} with a tenant or a salt; only sha256 keeps tenants apart"
-            )
-        _check_int("block_tokens", self.block_tokens, 1, COUNT_MAX)
-        _check_shard(self.rank, self.world_size)
-        object.__setattr__(self, "block_bytes", self._checked_block_bytes())
-        object.__setattr__(self, "namespace_id", _core.sha256(self.canonical()))
-        root = _core.sha256(_ROOT_TAG + self.namespace_id)[:CHAIN_BYTES]
-        object.__setattr__(self, "root", root)
-
-    def _checked_block_bytes(self) -> int | None:
-        for name in ("layers", "kv_heads", "head_dim"):
-            _check_int(name, getattr(self, name), 0 if self.opaque else 1, COUNT_MAX)
-        given = self.block_bytes
-        if self.opaque:
-            if given is None:
-                return None
-            if given == _FROM_GEOMETRY:
-                raise InvalidArgument(
-                    "the spec gives no block size; give layers, kv_heads and head_dim, "
-                    "or block_bytes (None: blocks of any size)"
-                )
-            return _check_int("block_bytes", given, 1, BLOCK_BYTES_MAX)
-        if self.kv_heads % self.world_size and self.world_size % self.kv_heads:
-            raise InvalidArgument(
-                f"kv_heads is {self.kv_heads} and world_size {self.world_size}; "
-                "one must divide the other, so that every rank holds as many heads"
-            )
-        block_bytes = 2 * self.layers * self.heads_per_rank * self._head_bytes
-        _check_int("the size of a block in bytes", block_bytes, 1, BLOCK_BYTES_MAX)
-        if given not in (_FROM_GEOMETRY, block_bytes):
-            raise InvalidArgument(
-                f"block_bytes is {given}, but layers, kv_heads, head_dim, block_tokens, dtype and "
-                f"world_size make {block_bytes}; leave block_bytes out"
-            )
-        return block_bytes
-
-    @property
-    def opaque(self) -> bool:
-        """The spec gives no geometry: blocks are bytes."""
-        return not (self.layers or self.kv_heads or self.head_dim)
-
-    @property
-    def heads_per_rank(self) -> int:
-        """KV heads in one rank's block (0 if opaque)."""
-        if self.opaque:
-            return 0
-        return max(1, self.kv_heads // self.world_size)
-
-    @property
-    def _head_bytes(self) -> int:
-        return self.block_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
-    def parts(self) -> PartLayout:
-        """Opaque: parts of 1 MiB. Else as few heads a part as make 2 KiB, or all of them."""
-        if self.opaque:
-            return PartLayout(OPAQUE_PART_BYTES, heads=0)
-        heads = self.heads_per_rank
-        for divisor in range(1, heads):
-            if heads % divisor == 0 and divisor * self._head_bytes >= PART_BYTES_MIN:
-                heads = divisor
-                break
-        return PartLayout(heads * self._head_bytes, heads)
-
-    def canonical(self) -> bytes:
-        """The namespace record: its SHA-256 is `namespace_id`. Layout in docs/block-format.md."""
-        record = _RECORD_TAG
-        for number, name in enumerate(_RECORD_FIELDS, 1):
-            value = getattr(self, name)
-            if name == "block_bytes" and not self.opaque:
-                value = b""  # follows from the rest and the world size
-            elif value is None:
-                value = b"any"
-            elif isinstance(value, int):
-                value = _u64(value)
-            elif isinstance(value, str):
-                value = value.encode()
-            record += struct.pack("<BI", number, len(value)) + value
-        return record
-
-    def with_rank(self, rank: int, world_size: int) -> BlockSpec:
-        """The same namespace as another rank sees it, or under another world size."""
-        size = self.block_bytes if self.opaque else _FROM_GEOMETRY
-        return replace(self, rank=rank, world_size=world_size, block_bytes=size)
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -224,15 +44,25 @@ class Keys:
     """Immutable row of block keys, in order: 32 bytes each, 28 of hash and 4 of shard.
 
     `version` is the namespace's when the keys were made; a store that was cleared since refuses to
-    put under them. `keys[i]` is bytes, `keys[a:b]` are Keys, `np.asarray(keys)` is (n, 32) uint8.
+    put under them. `namespace_id` is their spec's, None if made from bytes or an array: stores of
+    another namespace refuse them. `keys[i]` is a `BlockKey`; `keys[a:b]`, `keys[mask]` and
+    `keys[[i, j]]` are Keys; `np.asarray(keys)` is (n, 32) uint8.
     """
 
-    __slots__ = ("_array", "_version")
+    __slots__ = ("_array", "_namespace_id", "_version")
     _array: npt.NDArray[np.uint8]
     _version: int
+    _namespace_id: bytes | None
 
-    def __init__(self, keys: bytes | npt.NDArray[np.uint8] | Keys, version: int = 0) -> None:
+    def __init__(
+        self,
+        keys: bytes | npt.NDArray[np.uint8] | Keys,
+        version: int = 0,
+        namespace_id: bytes | None = None,
+    ) -> None:
         """Copies `keys`: n * 32 bytes, or an (n, 32) uint8 array."""
+        if isinstance(keys, Keys):
+            namespace_id = namespace_id or keys.namespace_id
         if not isinstance(keys, bytes):
             given = np.asarray(keys)
             if given.dtype != np.uint8 or given.ndim != 2 or given.shape[1] != KEY_BYTES:
@@ -243,7 +73,8 @@ class Keys:
         if len(keys) % KEY_BYTES:
             raise InvalidArgument(f"keys have {len(keys)} bytes; a key has {KEY_BYTES}")
         self._array = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)  # read-only: over bytes
-        self._version = _check_int("version", version, 0, ID_MAX)
+        self._version = check_int("version", version, 0, ID_MAX)
+        self._namespace_id = namespace_id
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -255,28 +86,32 @@ class Keys:
         """Version of the namespace these keys were made under."""
         return self._version
 
+    @property
+    def namespace_id(self) -> bytes | None:
+        """The `namespace_id` of the spec they were made for, if that is known."""
+        return self._namespace_id
+
     def with_rank(self, rank: int, world_size: int) -> Keys:
         """The keys of the same blocks' shards at another rank: computed, not hashed."""
-        _check_shard(rank, world_size)
+        check_shard(rank, world_size)
         keys = self._array.copy()
         keys[:, CHAIN_BYTES:] = np.frombuffer(_shard(rank, world_size), np.uint8)
-        return Keys(keys, self._version)
+        return Keys(keys, self._version, self._namespace_id)
 
     def __len__(self) -> int:
         return len(self._array)
 
     @overload
-    def __getitem__(self, index: int) -> bytes: ...
+    def __getitem__(self, index: int | np.integer[Any]) -> BlockKey: ...
     @overload
-    def __getitem__(self, index: slice) -> Keys: ...
-    def __getitem__(self, index: int | slice) -> bytes | Keys:
-        if isinstance(index, slice):
-            return Keys(self._array[index], self._version)
-        key: bytes = self._array[index].tobytes()
-        return key
+    def __getitem__(self, index: slice | Sequence[int] | npt.NDArray[Any]) -> Keys: ...
+    def __getitem__(self, index: Any) -> BlockKey | Keys:
+        if isinstance(index, int | np.integer):
+            return BlockKey(self._array[int(index)].tobytes())
+        return Keys(self._array[index], self._version, self._namespace_id)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return (key.tobytes() for key in self._array)
+    def __iter__(self) -> Iterator[BlockKey]:
+        return (BlockKey(key.tobytes()) for key in self._array)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Keys):
@@ -291,7 +126,7 @@ class Keys:
         return np.array(self._array, dtype) if copy else np.asarray(self._array, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Keys, (self._array.tobytes(), self._version)
+        return Keys, (self._array.tobytes(), self._version, self._namespace_id)
 
     def __repr__(self) -> str:
         if not len(self):
@@ -326,7 +161,7 @@ def make_keys(
         keys = _core.chain_keys(start, tokens, spec.block_tokens, packed, *shard)
     else:
         keys = _chain_keys_xxh3(spec, start, tokens, packed or [None] * num_blocks)
-    return Keys(keys, version)
+    return Keys(keys, version, spec.namespace_id)
 
 
 def keys_from_ids(spec: BlockSpec, ids: TokenIds, *, version: int = 0) -> Keys:
@@ -335,7 +170,8 @@ def keys_from_ids(spec: BlockSpec, ids: TokenIds, *, version: int = 0) -> Keys:
     For traces, and engines that have hashed their blocks already. Always SHA-256; never equal to
     keys of tokens or text.
     """
-    return Keys(_core.id_keys(spec.root, _ids(ids), spec.rank, spec.world_size), version)
+    keys = _core.id_keys(spec.root, _ids(ids), spec.rank, spec.world_size)
+    return Keys(keys, version, spec.namespace_id)
 
 
 def text_key(spec: BlockSpec, text: str | bytes) -> bytes:
@@ -343,7 +179,7 @@ def text_key(spec: BlockSpec, text: str | bytes) -> bytes:
 
     Names are compared byte for byte: no normalisation, no case folding. Always SHA-256.
     """
-    name = _utf8("text key", text) if isinstance(text, str) else text
+    name = utf8("text key", text) if isinstance(text, str) else text
     if not isinstance(name, bytes):
         raise InvalidArgument(f"a text key is str or bytes, not {type(text).__name__}")
     if not 1 <= len(name) <= TEXT_KEY_BYTES_MAX:
@@ -356,7 +192,7 @@ def text_key(spec: BlockSpec, text: str | bytes) -> bytes:
 
 
 def _chain_start(spec: BlockSpec, salt: bytes, parent: bytes | None) -> bytes:
-    _check_salt(salt)
+    check_salt(salt)
     if salt and spec.hash != "sha256":
         raise InvalidArgument(f"hash is {spec.hash!r} with a salt; only sha256 keeps salts apart")
     if parent is None:
@@ -407,6 +243,8 @@ def _integers(what: str, values: Any, highest: int) -> npt.NDArray[Any]:
         given = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:  # as of a tensor on a device
         raise InvalidArgument(f"{what}s are a {kind} that numpy cannot read: {error}") from None
+    if given.ndim == 0:  # None, a number, an iterator
+        raise InvalidArgument(f"{what}s are a {kind}; pass a list or array of integers")
     if given.ndim != 1:
         raise InvalidArgument(f"{what}s are a {kind} of shape {given.shape}; pass one dimension")
     if given.dtype.kind in "iu":
@@ -449,52 +287,9 @@ def _pack_extra_keys(block: int, keys: bytes | Sequence[bytes] | None) -> bytes 
     return packed
 
 
-# ---- encodings and checks ------------------------------------------------------------------------
-
-
 def _u32(value: int) -> bytes:
     return value.to_bytes(4, "little")
 
 
-def _u64(value: int) -> bytes:
-    return value.to_bytes(8, "little")
-
-
 def _shard(rank: int, world_size: int) -> bytes:
     return struct.pack(">HH", rank, world_size)
-
-
-def _check_int(name: str, value: object, lowest: int, highest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgument(f"{name} is {value!r}; pass an int")
-    if not lowest <= value <= highest:
-        raise InvalidArgument(f"{name} is {value}; it must be from {lowest} to {highest}")
-    return value
-
-
-def _check_shard(rank: int, world_size: int) -> None:
-    _check_int("world_size", world_size, 1, WORLD_SIZE_MAX)
-    _check_int("rank", rank, 0, world_size - 1)
-
-
-def _utf8(name: str, text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{name} {text!r} has no UTF-8 form: a lone surrogate at {error.start}"
-        ) from None
-
-
-def _check_string(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise InvalidArgument(f"{name} is {value!r}; pass a str")
-    if (num_bytes := len(_utf8(name, value))) > FIELD_BYTES_MAX:
-        raise InvalidArgument(f"{name} has {num_bytes} bytes; at most {FIELD_BYTES_MAX} go")
-
-
-def _check_salt(salt: object) -> None:
-    if not isinstance(salt, bytes):
-        raise InvalidArgument(f"salt is {salt!r}; pass bytes")
-    if len(salt) > FIELD_BYTES_MAX:
-        raise InvalidArgument(f"salt has {len(salt)} bytes; at most {FIELD_BYTES_MAX} go")

@@ -11,24 +11,20 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import _core
+from kvstore.arguments import KeysLike, resolve_keys, sources, targets
 from kvstore.config import StoreOptions, parse_seconds
 from kvstore.errors import AuditFailed, InvalidArgument
 from kvstore.hit import Hit, Match, Writing
-from kvstore.keys import BlockSpec, Extra, Keys, TokenIds, make_keys, text_key
+from kvstore.keys import Extra, Keys, TokenIds, make_keys
+from kvstore.spec import BlockSpec
 from kvstore.transfer import Transfer, Transfers
-from kvstore.types import GetResult, Listed, PutResult, Usage
-
-KeysLike: TypeAlias = Keys | npt.NDArray[np.uint8] | Sequence[str | bytes]
-"""Keys of this store, an (n, 32) uint8 array of keys, or names: str or bytes of 1 to 512 bytes."""
-
-_NO_TEXTS: list[bytes] = []
+from kvstore.types import BlockKey, GetResult, Listed, PutResult, Usage
 
 
 def open(  # the verb users know; the builtin is not used here  # noqa: A001
@@ -80,7 +76,6 @@ class Store:
         self.options = options
         self._native = _core.Store(node, spec.namespace_id, spec.parts.part_bytes)
         self._transfers = Transfers(self._native)
-        self._dtype = None if spec.opaque else spec.dtype
         self._close = weakref.finalize(self, _close_native, self._native, os.getpid())
 
     def attach(self, spec: BlockSpec) -> Store:
@@ -111,24 +106,7 @@ class Store:
         )
 
     def _resolve(self, keys: KeysLike) -> tuple[npt.NDArray[np.uint8], int, list[bytes]]:
-        """(n, 32) array, version (0: the current one), and texts if the keys are names."""
-        if isinstance(keys, Keys):
-            return keys.array, keys.version, _NO_TEXTS
-        if isinstance(keys, np.ndarray):
-            return Keys(keys).array, 0, _NO_TEXTS
-        if isinstance(keys, (str, bytes, bytearray, memoryview)):
-            raise InvalidArgument(
-                f"keys are one {type(keys).__name__}; pass a list of names, [{keys!r:.40}]"
-            )
-        try:
-            names = list(keys)
-        except TypeError:
-            raise InvalidArgument(
-                f"keys are {type(keys).__name__}; pass Keys, (n, 32) uint8, or a list of names"
-            ) from None
-        array = b"".join(text_key(self.spec, name) for name in names)
-        texts = [name.encode() if isinstance(name, str) else bytes(name) for name in names]
-        return np.frombuffer(array, np.uint8).reshape(-1, 32), 0, texts
+        return resolve_keys(self.spec, keys)
 
     # ---- put
 
@@ -145,13 +123,15 @@ class Store:
 
         blocks: an array, tensor or buffer of shape (n, ...); or a list of n items, an item being an
         array or buffer, or a list of pieces, a piece an array or a (pointer, length) pair. Strides
-        are fine. A block held already is EXISTS and not sent. When room runs out, a chain keeps a
-        leading run; `chain=False` says that the keys have nothing to do with each other.
+        are fine; with as many axes as `BlockSpec.block_shape` a block must have that shape.
+        A block held already is EXISTS and not sent. When room runs out, a chain keeps a leading
+        run; `chain=False` says that the keys have nothing to do with each other.
         `timeout` seconds (default `timeout_s`) bound the wait for room and the copy.
         Raises InvalidArgument, SpecMismatch, BlockTooLarge, StaleKeys, BufferBusy.
         """
         array, version, texts = self._resolve(keys)
-        buffers = self._buffers(blocks, len(array) - _skip(skip_blocks, len(array)), False)
+        count = len(array) - _skip(skip_blocks, len(array))
+        buffers = sources(self.spec, blocks, count, skip_blocks)
         codes, parent_held, message = self._native.put(
             array, buffers, skip_blocks, chain, version, texts, self._timeout_ns(timeout)
         )
@@ -212,7 +192,7 @@ class Store:
         Raises InvalidArgument, SpecMismatch, BufferBusy; never because a block is missing.
         """
         array, _, _ = self._resolve(keys)
-        buffers = self._buffers(out, len(array), True)
+        buffers = targets(self.spec, out, len(array))
         codes, nbytes = self._native.get(array, buffers, self._timeout_ns(timeout))
         return GetResult(codes, np.frombuffer(nbytes, np.uint64))
 
@@ -229,7 +209,8 @@ class Store:
     ) -> Transfer[PutResult]:
         """`put` in the background. The blocks' memory is the store's until the transfer is done."""
         array, version, texts = self._resolve(keys)
-        buffers = self._buffers(blocks, len(array) - _skip(skip_blocks, len(array)), False)
+        count = len(array) - _skip(skip_blocks, len(array))
+        buffers = sources(self.spec, blocks, count, skip_blocks)
         timeout_ns = self._timeout_ns(timeout)
 
         def finish(done: _core.Transfer) -> PutResult:
@@ -247,7 +228,7 @@ class Store:
     ) -> Transfer[GetResult]:
         """`get` in the background. `out` is the store's until the transfer is done."""
         array, _, _ = self._resolve(keys)
-        buffers = self._buffers(out, len(array), True)
+        buffers = targets(self.spec, out, len(array))
 
         def finish(done: _core.Transfer) -> GetResult:
             codes, nbytes = done.get_result(buffers)
@@ -334,7 +315,7 @@ class Store:
     def list(self) -> list[Listed]:
         """The namespace's blocks, in no order."""
         return [
-            Listed(key, length, _text(text), pinned)
+            Listed(BlockKey(key), length, _text(text), pinned)
             for key, length, text, pinned in self._native.list()
         ]
 
@@ -366,11 +347,6 @@ class Store:
         return f"Store({self.spec.model!r}, dram={self.options.dram!r}, {state})"
 
     # ---- arguments
-
-    def _buffers(self, blocks: Any, count: int, writable: bool) -> _core.Buffers:
-        if count == 0 and hasattr(blocks, "__len__") and len(blocks) == 0:
-            blocks = ()
-        return _core.Buffers(blocks, count, self.spec.block_bytes, writable, self._dtype)
 
     def _fixed_length(self, block_bytes: int | None) -> int:
         fixed = self.spec.block_bytes

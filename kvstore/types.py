@@ -5,13 +5,40 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.errors import InvalidArgument
+
+KEY_BYTES: Final = 32
+
+
+class BlockKey(bytes):
+    """One key, 32 bytes, as indexing or iterating `Keys` gives it.
+
+    A sequence of these is taken wherever keys are; plain bytes are names.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, key: bytes) -> BlockKey:  # noqa: PYI034 - Self needs Python 3.11
+        """Raises InvalidArgument unless `key` is 32 bytes."""
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise InvalidArgument(f"a key is {KEY_BYTES} bytes, not {key!r}")
+        return super().__new__(cls, key)
+
+    def __repr__(self) -> str:
+        return f"BlockKey({self.hex()})"
+
 
 class Status(enum.IntEnum):
-    """What happened to one item of a batch. Absent, empty and failed are three things."""
+    """What happened to one item of a batch. Absent, empty and failed are three things.
+
+    Its text is its name, "miss". True are OK and EXISTS, which leave nothing to do; the others are
+    false.
+    """
 
     OK = 0  # done; the byte count is the block's length
     EXISTS = 1  # put: committed before, by us or another (first writer wins)
@@ -24,9 +51,18 @@ class Status(enum.IntEnum):
     OUTCOME_UNKNOWN = 8  # the reply was lost; it may have happened
     STALE = 9  # the namespace was cleared meanwhile
 
+    def __bool__(self) -> bool:
+        return self in (Status.OK, Status.EXISTS)
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self), format_spec)
+
 
 class Statuses:
-    """The statuses of a batch, one per item, in order."""
+    """The statuses of a batch, one per item, in order. Not true or false: ask for `ok`."""
 
     __slots__ = ("codes",)
 
@@ -42,12 +78,28 @@ class Statuses:
     def __iter__(self) -> Iterator[Status]:
         return (Status(int(code)) for code in self.codes)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a {type(self).__name__} is not true or false: use .ok (all) or .blocks (leading run)"
+        )
+
+    @property
+    def blocks(self) -> int:
+        """Length of the leading run that is `OK` or `EXISTS`: what a chain can use."""
+        bad = np.flatnonzero(self.codes > Status.EXISTS)
+        return int(bad[0]) if len(bad) else len(self)
+
+    @property
+    def ok(self) -> bool:
+        """All of them: every block was read, or is held now, stored by this call or before."""
+        return self.blocks == len(self)
+
     def count(self, status: Status) -> int:
         """How many items have this status."""
         return int(np.count_nonzero(self.codes == status))
 
     def _summary(self) -> str:
-        counts = ", ".join(f"{self.count(s)} {s.name.lower()}" for s in Status if self.count(s))
+        counts = ", ".join(f"{self.count(s)} {s}" for s in Status if self.count(s))
         return f"{type(self).__name__}({counts or 'empty'})"
 
     def __repr__(self) -> str:
@@ -76,11 +128,6 @@ class PutResult(Statuses):
         """Blocks this call stored."""
         return self.count(Status.OK)
 
-    @property
-    def ok(self) -> bool:
-        """Every block is held now, stored by this call or before."""
-        return self.stored + self.count(Status.EXISTS) == len(self)
-
     def __repr__(self) -> str:
         return self._summary() + (f" {self.message}" if self.message else "")
 
@@ -94,23 +141,12 @@ class GetResult(Statuses):
         super().__init__(codes)
         self.nbytes = nbytes
 
-    @property
-    def blocks(self) -> int:
-        """Length of the leading run of `ok`: what a chain can use."""
-        bad = np.flatnonzero(self.codes != Status.OK)
-        return int(bad[0]) if len(bad) else len(self)
-
-    @property
-    def ok(self) -> bool:
-        """All of them."""
-        return self.blocks == len(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One block of `store.list()`: key (32 bytes), length in bytes, and text if it has a name."""
+    """One block of `store.list()`: key, length in bytes, and text if it has a name."""
 
-    key: bytes
+    key: BlockKey
     length: int
     text: str | bytes | None
     pinned: bool

@@ -317,7 +317,11 @@ def test_python_runs_while_native_calls_wait() -> None:
                 ]
                 waiting += rate(0.1)
                 assert not any(call.done() for call in calls)
-            assert all(call.result() for call in calls)
+            waited_y, waited_both, put_x, put_y = (call.result() for call in calls)
+            assert waited_y
+            assert waited_both
+            assert put_x.ok
+            assert put_y.ok
             store.remove(["x", "y"])
         assert waiting >= 0.5 * free
 

@@ -85,7 +85,7 @@ def test_other_dtype_same_tokens_is_a_miss(put_under: BlockSpec, asked_under: Bl
         keys, foreign = store.keys(TOKENS), other.keys(TOKENS)
         assert store.put(keys, numbered(10, put_under).view(np.uint8)).ok
         assert store.match_prefix(keys).blocks == 10
-        for asked in (foreign, keys):  # nor by the other namespace's own keys
+        for asked in (foreign, keys.array):  # nor by the bytes of the other namespace's keys
             assert other.match_prefix(asked).blocks == 0
             assert not other.exists(asked).any()
             out = np.zeros_like(numbered(10, asked_under))
@@ -106,7 +106,7 @@ def test_salted_keys_match_only_their_salt() -> None:
         held = store.keys(TOKENS, salt=b"A")
         assert store.put(held, numbered(10, tenant_a)).ok
         asked = [store.keys(TOKENS, salt=b"B"), store.keys(TOKENS), other.keys(TOKENS, salt=b"A")]
-        for keys in asked:
+        for keys in [each.array for each in asked]:  # whoever asks for them
             assert store.match_prefix(keys).blocks == other.match_prefix(keys).blocks == 0
             assert not store.exists(keys).any()
             assert store.get(keys, np.zeros((10, 64), np.uint8)).count(Status.MISS) == 10

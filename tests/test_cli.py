@@ -95,6 +95,13 @@ def test_help_teaches_by_example_in_80_columns(
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_replay_says_first_how_much_memory_it_takes(run: Run, trace: Path) -> None:
+    done = run("replay", trace, "--block-bytes", "64KiB", "--capacity-blocks", 64, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "60 requests; blocks of 64 KiB, a pool of " in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[0].endswith(" MiB")
+
+
 def test_version_is_the_packages() -> None:
     done = run_process("--version")
     code = "import kvstore; print('kvstore', kvstore.__version__)"
@@ -184,6 +191,8 @@ def test_missing_and_broken_traces_are_one_clear_line(
     assert_refused(run("replay", broken), f"error: {broken}:1: input_length is missing")
     trace.write_bytes(trace.read_bytes()[:-20])
     assert_refused(run("trace", "stat", trace), "truncated")
+    for command in (["replay"], ["trace", "stat"]):
+        assert_refused(run(*command, tmp_path), f"{tmp_path} is a folder", f"--trace {tmp_path}")
     (tmp_path / "empty").mkdir()
     assert_refused(run("replay", "--trace", tmp_path / "empty"), "no .jsonl")
 

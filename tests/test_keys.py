@@ -23,12 +23,8 @@ from hypothesis import strategies as st
 
 from kvstore import _core
 from kvstore.errors import InvalidArgument
-from kvstore.keys import (
-    BlockSpec,
-    keys_from_ids,
-    make_keys,
-    text_key,
-)
+from kvstore.keys import keys_from_ids, make_keys, text_key
+from kvstore.spec import BlockSpec
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads(
@@ -184,7 +180,8 @@ def test_worked_example_of_the_format_page_is_right() -> None:
 
 KEYS_IN_A_FRESH_PROCESS = """
 import hashlib
-from kvstore.keys import BlockSpec, make_keys, text_key
+from kvstore.keys import make_keys, text_key
+from kvstore.spec import BlockSpec
 digest = hashlib.sha256()
 for i in range(100):
     spec = BlockSpec("llama", layers=2, kv_heads=8, head_dim=128, tenant="t" * (i % 2))
@@ -381,9 +378,9 @@ def test_what_is_no_id_is_refused_with_its_position(bad: Any) -> None:
         (np.zeros(16), r"token 0 is 0.0 \(float\)"),
         (np.ones(16, bool), r"token 0 is True \(bool\)"),
         (np.zeros((2, 16), int), r"shape \(2, 16\)"),
-        (np.int64(3), "tokens are a int64 of shape"),
-        (7, "tokens are a int of shape"),
-        (None, "tokens are a NoneType of shape"),
+        (np.int64(3), "tokens are a int64; pass a list or array"),
+        (7, "tokens are a int; pass a list or array"),
+        (None, "tokens are a NoneType; pass a list or array"),
         ("text", "tokens are a str"),
         (b"1234", "tokens are a bytes"),
         ({1, 2}, "tokens are a set"),

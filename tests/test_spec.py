@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidArgument
-from kvstore.keys import DTYPE_BYTES, BlockSpec, Keys, make_keys, text_key
+from kvstore.keys import Keys, make_keys, text_key
+from kvstore.spec import DTYPE_BYTES, BlockSpec
 
 GEOMETRY: dict[str, Any] = {"layers": 2, "kv_heads": 8, "head_dim": 128}
 
@@ -47,7 +48,14 @@ def test_rank_is_a_suffix_and_not_in_the_namespace() -> None:
         ({"adapter": "\ud800"}, "adapter .* has no UTF-8 form: a lone surrogate at 0"),
         ({"tenant": "\u00e9" * 513}, "tenant has 1026 bytes; at most 1024"),
         ({"salt": "s"}, "salt is 's'; pass bytes"),
-        ({"dtype": "bf16"}, "dtype is 'bf16'; use one of bool, .*bfloat16, float16"),
+        ({"dtype": "bf16"}, "'bf16'; did you mean 'bfloat16'[?] use one of bool, .*float16"),
+        ({"dtype": "fp16"}, "did you mean 'float16'"),
+        ({"dtype": "half"}, "did you mean 'float16'"),
+        ({"dtype": "torch.bfloat16"}, "did you mean 'bfloat16'"),
+        ({"dtype": "int3"}, "dtype is 'int3'; use one of bool"),
+        ({"dtype": np.float16}, "pass its name, 'float16'"),
+        ({"dtype": np.dtype("float32")}, "pass its name, 'float32'"),
+        ({"dtype": float}, "dtype is <class 'float'>; pass a str"),
         ({"hash": "md5"}, "hash is 'md5'; use one of sha256, xxh3-128"),
         ({"layers": 0}, "layers is 0; it must be from 1"),
         ({"layers": -1}, "layers is -1"),

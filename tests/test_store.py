@@ -469,4 +469,5 @@ def test_closing_the_last_store_gives_the_memory_back() -> None:
     assert resident()["RssShmem"] - before >= 64 * MIB
     other.close()
     assert resident()["RssShmem"] - before < 8 * MIB  # though all these names live
-    assert [hit.held, writing.result and writing.result.ok, match.blocks] == [True, True, 1]
+    assert writing.result is not None
+    assert [hit.held, writing.result.ok, match.blocks] == [True, True, 1]

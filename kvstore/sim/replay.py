@@ -24,7 +24,7 @@ import numpy as np
 import kvstore
 from kvstore import _core
 from kvstore.errors import InvalidArgument, KvstoreError, NotEnoughMemory
-from kvstore.keys import BlockSpec, keys_from_ids
+from kvstore.keys import keys_from_ids
 from kvstore.sim.checkers import (
     OrphanCounter,
     Uint8Array,
@@ -34,6 +34,7 @@ from kvstore.sim.checkers import (
     make_payload,
 )
 from kvstore.sim.workload import BLOCK_TOKENS, Request, TraceSummary, summarize
+from kvstore.spec import BlockSpec
 from kvstore.types import Status
 
 POISON: Final = 0xA5  # a target is filled with it, so bytes that were not written show
@@ -429,7 +430,7 @@ def _drive(run: _Run) -> None:
 
 
 def _names(statuses: Iterable[Status], *fine: Status) -> Counter[str]:
-    return Counter(status.name.lower() for status in statuses if status not in fine)
+    return Counter(str(status) for status in statuses if status not in fine)
 
 
 def _percentiles(seconds: list[float]) -> Percentiles:
