@@ -1,5 +1,5 @@
-// Copies between slots of a mapped segment and the caller's memory, by several threads, one checksum
-// a part in the same pass. What local and shared-memory transports have in common.
+// Copies between slots of a mapped segment and the caller's memory, by several threads, with one
+// checksum a part in the same pass.
 #pragma once
 
 #include <cstdint>
