@@ -154,6 +154,16 @@ bool is_numpy_scalar(py::handle object) {
 
 }  // namespace
 
+std::string show(py::handle value) {
+  PyObject* const text = PyObject_Repr(value.ptr());
+  if (text == nullptr) {  // integers of thousands of digits have none
+    PyErr_Clear();
+    return std::string("a huge ") + Py_TYPE(value.ptr())->tp_name;
+  }
+  std::string shown = py::str(py::reinterpret_steal<py::object>(text));
+  return shown.size() <= 100 ? shown : shown.substr(0, 100) + "...";
+}
+
 void raise_error(const char* class_name, const std::string& message) {
   const py::object type = py::module_::import("kvstore.errors").attr(class_name);
   PyErr_SetString(type.ptr(), message.c_str());

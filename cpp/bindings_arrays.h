@@ -20,6 +20,8 @@ namespace kvstore {
 
 // Raises `kvstore.errors.<class_name>(message)`.
 [[noreturn]] void raise_error(const char* class_name, const std::string& message);
+// A value as a message names it: short, whatever it is.
+std::string show(pybind11::handle value);
 
 // An array as it describes itself. Byte count and reach are known to fit int64_t.
 struct ArrayView {

@@ -119,8 +119,7 @@ constexpr const char* kItemName<uint64_t> = "id";
 
 template <typename Item>
 [[noreturn]] void refuse_item(size_t position, py::handle item) {
-  std::string shown = py::str(py::repr(item));
-  if (shown.size() > 100) shown = shown.substr(0, 100) + "...";
+  const std::string shown = show(item);
   const std::string name = kItemName<Item>;
   raise_error("InvalidArgument", name + " " + std::to_string(position) + " is " + shown + " (" +
                                      Py_TYPE(item.ptr())->tp_name + "); " + name +

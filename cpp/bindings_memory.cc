@@ -183,15 +183,14 @@ void BlockReader::add_pointer(py::handle pair, const Place& place) {
     numbers[i] = number ? PyLong_AsUnsignedLongLong(number.ptr()) : 0;
     if (PyErr_Occurred() != nullptr) {
       PyErr_Clear();
-      raise_error("InvalidArgument", reader_.describe(place) + " is " +
-                                         std::string(py::repr(pair)) +
+      raise_error("InvalidArgument", reader_.describe(place) + " is " + show(pair) +
                                          ": neither pointer nor length may be negative or beyond "
                                          "64 bits");
     }
   }
   const auto [pointer, bytes] = numbers;
   if (pointer == 0 || bytes > UINTPTR_MAX - pointer) {
-    raise_error("InvalidArgument", reader_.describe(place) + " is " + std::string(py::repr(pair)) +
+    raise_error("InvalidArgument", reader_.describe(place) + " is " + show(pair) +
                                        ": no memory of a process is there");
   }
   add_run(make_run(pointer, bytes, {}, {}), place);

@@ -239,7 +239,7 @@ def trace_make(
       kvstore trace make tools.jsonl --seed 7 --requests 5000 --tool-share 0.6
     """
     with _exits():
-        if out.exists() and not force:
+        if _exists(out) and not force:
             raise InvalidArgument(f"{out} exists; --force overwrites it")
         shape = Workload(rate_per_s=rate, tool_share=tool_share, turns=turns)
         trace = make_trace(seed, requests, shape)
@@ -269,6 +269,13 @@ def trace_stat(
 
 
 # ---- running -------------------------------------------------------------------------------------
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name too long
+        raise InvalidArgument(f"{path}: {error.strerror or error}") from None
 
 
 @contextmanager

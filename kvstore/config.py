@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidArgument
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS = {"": 0, "b": 0, "kib": 10, "mib": 20, "gib": 30, "tib": 40, "pib": 50}  # powers of 2
 _DRAM_MAX = 1 << 50
 _SECONDS_MAX = 365 * 86400
+
+
+def show(value: object) -> str:
+    """A value as an error names it; never too long, whatever was given."""
+    if isinstance(value, int) and abs(value) >> 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"a {type(value).__name__} of {len(text)} characters"
 
 
 def parse_bytes(value: int | str, name: str) -> int:
@@ -26,12 +33,12 @@ def parse_bytes(value: int | str, name: str) -> int:
             )
         if found is None or found[2].lower() not in _UNITS:
             raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
-        amount = float(found[1]) * _UNITS[found[2].lower()]
+        amount = float(found[1]) * 2.0 ** _UNITS[found[2].lower()]
         value = int(amount) if amount <= _DRAM_MAX else _DRAM_MAX + 1  # may be infinite
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidArgument(f'{name}={value!r} is no size; write "512MiB", "4GiB" or an int')
     if not 1 <= value <= _DRAM_MAX:
-        raise InvalidArgument(f"{name}={value} bytes is out of range; use 1 byte to 1 PiB")
+        raise InvalidArgument(f"{name}={show(value)} bytes is out of range; use 1 byte to 1 PiB")
     return value
 
 
@@ -39,9 +46,10 @@ def parse_seconds(value: float, name: str, *, zero: bool = False) -> float:
     """Seconds, finite and positive (or zero, where that means something)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(f"{name}={value!r} is no number of seconds")
-    if not math.isfinite(value) or value < 0 or value > _SECONDS_MAX or (value == 0 and not zero):
+    # In this order: an int may be too long for a float, and not a number is in no range.
+    if not 0 <= value <= _SECONDS_MAX or (value == 0 and not zero):
         least = "0" if zero else "more than 0"
-        raise InvalidArgument(f"{name}={value!r}; use {least} to {_SECONDS_MAX} seconds")
+        raise InvalidArgument(f"{name}={show(value)}; use {least} to {_SECONDS_MAX} seconds")
     return float(value)
 
 
@@ -78,12 +86,12 @@ class StoreOptions:
         for name, most in (("copy_threads", 256), ("reserve_blocks", 1 << 40)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-                raise InvalidArgument(f"{name}={value!r}; use an int from 0 to {most}")
+                raise InvalidArgument(f"{name}={show(value)}; use an int from 0 to {most}")
         fraction = self.view_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
             raise InvalidArgument(f"view_fraction={fraction!r} is no number")
         if not 0 <= fraction <= 1:
-            raise InvalidArgument(f"view_fraction={fraction!r}; use 0 to 1")
+            raise InvalidArgument(f"view_fraction={show(fraction)}; use 0 to 1")
 
     @property
     def dram_bytes(self) -> int:

@@ -156,6 +156,7 @@ class Hit:
         """Read-only memory of each block without a copy: one memoryview per extent, mostly one.
 
         The lease then lasts until the last view, and all made from it (np.frombuffer), is gone.
+        A forked child does not inherit this memory: touching a view there ends it (SIGSEGV).
         Raises ViewsRefused beyond `view_fraction` of the pool. Not checked: see `verify`.
         """
         views = self._leases.views()
@@ -299,14 +300,19 @@ def _num_blocks(out: Any, block_bytes: int | None) -> int:
     shape = getattr(out, "shape", None)
     if isinstance(out, (list, tuple)):
         return len(out)
-    if shape is not None and len(shape) > 1:
+    if isinstance(shape, tuple) and len(shape) > 1:
         return int(shape[0])
     if block_bytes is None:
         raise InvalidArgument(
             "the spec leaves the block size open; pass a list with one target a block"
         )
     nbytes = getattr(out, "nbytes", None)
-    return (memoryview(out).nbytes if nbytes is None else int(nbytes)) // block_bytes
+    if isinstance(nbytes, int):
+        return nbytes // block_bytes
+    try:
+        return memoryview(out).nbytes // block_bytes
+    except TypeError:
+        raise InvalidArgument(f"a {type(out).__name__} is no memory to read into") from None
 
 
 def _leading(out: Any, count: int, room: int, block_bytes: int | None) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import _core
+from kvstore.config import show
 from kvstore.errors import InvalidArgument
 from kvstore.spec import CHAIN_BYTES, BlockSpec, check_int, check_salt, check_shard, utf8
 from kvstore.types import KEY_BYTES, BlockKey
@@ -252,9 +253,10 @@ def _integers(what: str, values: Any, highest: int) -> npt.NDArray[Any]:
     else:
         bad = np.arange(given.size)  # none, where there is nothing at all
     if bad.size:
-        value = given[bad[0]].item()
+        value = given[bad[0]]
+        value = value.item() if isinstance(value, np.generic) else value
         raise InvalidArgument(
-            f"{what} {bad[0]} is {value!r} ({type(value).__name__}); "
+            f"{what} {bad[0]} is {show(value)} ({type(value).__name__}); "
             f"{what}s are integers from 0 to {highest}"
         )
     return given

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore import _core
 from kvstore.arguments import KeysLike, resolve_keys, sources, targets
-from kvstore.config import StoreOptions, parse_seconds
+from kvstore.config import StoreOptions, parse_seconds, show
 from kvstore.errors import AuditFailed, InvalidArgument
 from kvstore.hit import Hit, Match, Writing
 from kvstore.keys import Extra, Keys, TokenIds, make_keys
@@ -280,7 +280,7 @@ class Store:
         return self._native.touch(self._resolve(keys)[0])
 
     def pin(self, keys: KeysLike) -> int:
-        """Protects blocks from eviction until as many `unpin`; the number that are held."""
+        """Protects blocks from eviction until as many `unpin` (65,535 at most); the number held."""
         return self._native.pin(self._resolve(keys)[0])
 
     def unpin(self, keys: KeysLike) -> int:
@@ -382,7 +382,7 @@ def _skip(skip_blocks: int, count: int) -> int:
     if isinstance(skip_blocks, bool) or not isinstance(skip_blocks, int):
         raise InvalidArgument(f"skip_blocks={skip_blocks!r} is no int")
     if not 0 <= skip_blocks <= count:
-        raise InvalidArgument(f"skip_blocks={skip_blocks}, but the chain has {count} keys")
+        raise InvalidArgument(f"skip_blocks={show(skip_blocks)}, but the chain has {count} keys")
     return skip_blocks
 
 

@@ -210,7 +210,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="No such file"):
         write_trace(tmp_path / "absent" / "trace.jsonl", make_trace(0, 1))
     (tmp_path / "trace.jsonl").mkdir()
-    with pytest.raises(InvalidArgument, match="directory"):
+    with pytest.raises(InvalidArgument, match="not a regular file"):
         write_trace(tmp_path / "trace.jsonl", make_trace(0, 1))
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 

@@ -338,7 +338,7 @@ class _Client:
             return
         early_s = self.run.due_s[index] - (time.perf_counter() - self.run.start_s)
         if early_s > 0:
-            self.run.stop.wait(early_s)
+            self.run.stop.wait(min(early_s, threading.TIMEOUT_MAX))
         else:
             self.tally.late_s = max(self.tally.late_s, -early_s)
 

@@ -22,9 +22,12 @@ from typing import IO, Any, Final, cast
 
 import numpy as np
 
+from kvstore.config import show
 from kvstore.errors import InvalidArgument
 
 BLOCK_TOKENS: Final = 512  # the traces' block, fixed by their form
+REQUESTS_MAX: Final = 100_000_000  # of a made trace
+NUMBER_MAX: Final = 1 << 53  # of tokens or milliseconds
 LINE_BYTES_MAX: Final = 16 << 20  # a longer line is no trace: an id costs under 20 bytes
 ID_MAX: Final = (1 << 63) - 1
 
@@ -156,8 +159,8 @@ def _whole_number(row: dict[str, Any], name: str, where: str) -> int:
     value = row.get(name)
     if value is None:
         raise InvalidArgument(f"{where}: {name} is missing")
-    if type(value) is not int or value < 0:  # bool is an int, and no count
-        raise InvalidArgument(f"{where}: {name} must be a whole number >= 0, not {value!r}")
+    if type(value) is not int or not 0 <= value <= NUMBER_MAX:  # bool is an int, and no count
+        raise InvalidArgument(f"{where}: {name} must be a whole number >= 0, not {show(value)}")
     return value
 
 
@@ -168,8 +171,14 @@ def write_trace(path: str | os.PathLike[str], requests: Iterable[Request]) -> in
     Raises InvalidArgument if it cannot be written.
     """
     target = Path(path)
-    part = target.with_name(target.name + ".part")
     rows = 0
+    try:
+        # A folder, a device or a pipe of that name is no file to be replaced.
+        if not target.name or (target.exists() and not target.is_file()):
+            raise InvalidArgument(f"{target}: not a regular file; name a file to write")
+        part = target.with_name(target.name + ".part")
+    except OSError as error:
+        raise InvalidArgument(f"{target}: {error.strerror or error}") from error
     try:
         with open(part, "wb") as raw:
             compressed = target.suffix == ".gz"
@@ -227,8 +236,8 @@ class Workload:
         ):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0.0 < self.rate_per_s < float("inf"):
-            raise InvalidArgument(f"rate_per_s must be positive, not {self.rate_per_s}")
+        if not 1e-6 <= self.rate_per_s <= 1e9:
+            raise InvalidArgument(f"rate_per_s must be within 1e-6..1e9, not {self.rate_per_s}")
         if not 0.0 <= self.tool_share <= 1.0:
             raise InvalidArgument(f"tool_share must be within 0..1, not {self.tool_share}")
         if not self.turns >= 1.0:
@@ -341,8 +350,8 @@ def make_trace(seed: int, requests: int, workload: Workload | None = None) -> li
 
     Deterministic: the same seed, count and workload give the same rows. Raises InvalidArgument.
     """
-    if requests < 1:
-        raise InvalidArgument(f"a trace needs at least one request, not {requests}")
+    if not 1 <= requests <= REQUESTS_MAX:
+        raise InvalidArgument(f"a trace has 1 to {REQUESTS_MAX:,} requests, not {show(requests)}")
     if seed < 0:
         raise InvalidArgument(f"a seed is a whole number >= 0, not {seed}")
     shape = workload or Workload()
