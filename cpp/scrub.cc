@@ -28,8 +28,8 @@ bool Blocks::bytes_match(SlotId slot, uint64_t length, uint64_t part_bytes,
       seen = 0;
     }
   }
-  if (in_part > 0 && (part == parts.size() || parts[part++] != seen)) return false;
-  return part == parts.size();
+  if (in_part == 0) return part == parts.size();
+  return part + 1 == parts.size() && parts[part] == seen;
 }
 
 bool Blocks::check(EntryRef ref) {
