@@ -181,7 +181,13 @@ void Blocks::prefetch_index(uint64_t hashed) const { stripe_of(hashed).prefetch_
 void Blocks::prefetch_entry(uint64_t hashed) const { stripe_of(hashed).prefetch_entry(hashed); }
 
 bool Blocks::holds(const BlockKey& key, uint64_t hashed, const Namespace& space) const {
+  // Without the lock, but where another thread changes this stripe's index just now: half of a
+  // match's time went into taking and giving back locks.
   const Stripe& stripe = stripe_of(hashed);
+  const uint32_t version = space.version.load();
+  const auto seen = stripe.peek(
+      hashed, [&](uint32_t id) { return stripe.entry(id).is_named(key, space.id, version); });
+  if (seen) return *seen;
   const std::lock_guard lock(stripe.mutex);
   return find(stripe, hashed, key, space) != kNotHere;
 }
@@ -222,10 +228,8 @@ Status Blocks::commit(Committing block) {
   stripe.make_room(*this, [&](uint32_t other) { return hash(stripe.entry(other).key); });
   const uint32_t id = stripe.new_entry(*this);
   Entry& entry = stripe.entry(id);
-  entry.key = block.key;
+  entry.set_name(block.key, block.space->id << kPartSizeBits | block.part_size, block.version);
   entry.slot = block.slot;
-  entry.layout = block.space->id << kPartSizeBits | block.part_size;
-  entry.version = block.version;
   entry.num_leases = 0;
   entry.num_pins = 0;
   entry.flags = Entry::kInUse;

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -40,6 +42,23 @@ struct Blocks::Entry {
 
   NamespaceId name_space() const { return layout >> kPartSizeBits; }
   PartSizeId part_size() const { return layout & ((1U << kPartSizeBits) - 1); }
+  // Set and compared word by word, since a reader without the lock may look while the entry gets
+  // its next name; what it then sees is thrown away.
+  void set_name(const BlockKey& named, uint32_t with_layout, uint32_t with_version) {
+    for (size_t at = 0; at < kKeyBytes; at += 8)
+      word_at(at).store(load(named, at), std::memory_order_relaxed);
+    std::atomic_ref(layout).store(with_layout, std::memory_order_relaxed);
+    std::atomic_ref(version).store(with_version, std::memory_order_relaxed);
+  }
+  bool is_named(const BlockKey& named, NamespaceId name_space, uint32_t of_version) {
+    uint64_t differ = 0;
+    for (size_t at = 0; at < kKeyBytes; at += 8)
+      differ |= word_at(at).load(std::memory_order_acquire) ^ load(named, at);
+    return differ == 0 &&
+           std::atomic_ref(layout).load(std::memory_order_acquire) >> kPartSizeBits == name_space &&
+           std::atomic_ref(version).load(std::memory_order_acquire) == of_version;
+  }
+
   bool live() const { return has(kInUse) && !has(kDoomed); }
   bool busy() const { return num_leases > 0 || num_pins > 0; }
   bool has(uint8_t flag) const { return (flags & flag) != 0; }
@@ -54,6 +73,16 @@ struct Blocks::Entry {
     } else {
       one_part = parts.empty() ? 0 : parts[0];
     }
+  }
+
+ private:
+  std::atomic_ref<uint64_t> word_at(size_t at) {
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(key.bytes.data() + at));
+  }
+  static uint64_t load(const BlockKey& from, size_t at) {
+    uint64_t word;
+    memcpy(&word, from.bytes.data() + at, 8);
+    return word;
   }
 };
 
@@ -92,7 +121,7 @@ class Blocks::GrowingArray {
     std::atomic<T>* words;  // the table's
   };
   std::atomic<T>& word(uint32_t at) const {
-    return current_.load(std::memory_order_relaxed)->words[at];
+    return current_.load(std::memory_order_acquire)->words[at];
   }
   std::atomic<const Array*> current_{nullptr};
   std::vector<std::unique_ptr<Array>> arrays_;
@@ -115,6 +144,7 @@ struct Blocks::Stripe {
   // line.
   GrowingArray<uint32_t> index;
   uint32_t num_indexed = 0;
+  std::atomic<uint32_t> moves{0};  // of the index; odd while it is changed
 
   Entry& entry(uint32_t id) const { return chunks[id / kChunk][id % kChunk]; }
   EntryRef ref(uint32_t id) const { return number << kEntryBits | id; }
@@ -137,6 +167,16 @@ struct Blocks::Stripe {
     });
     return found;
   }
+  // find() without the lock: whether there is such an entry, or none if the index was changed
+  // meanwhile. REQUIRES: what `equal` reads is read with memory_order_acquire.
+  template <class Equal>
+  std::optional<bool> peek(uint64_t hash, Equal&& equal) const {
+    const uint32_t before = moves.load(std::memory_order_acquire);
+    if (before % 2 != 0) return std::nullopt;
+    const bool found = find(hash, equal) >= 0;
+    if (moves.load(std::memory_order_relaxed) != before) return std::nullopt;
+    return found;
+  }
   // Without the lock: brings into the cache where find() would begin to look; and the entry it
   // would look at first, nearly always the right one.
   void prefetch_index(uint64_t hash) const {
@@ -155,18 +195,21 @@ struct Blocks::Stripe {
   void make_room(Blocks& table, HashOf&& hash_of) {
     if ((size_t{num_indexed} + 1) * 4 <= size_t{index.size()} * 3) return;
     const uint32_t size = std::max<uint32_t>(16, index.size() * 2);
+    const Move move(moves);
     for (const auto& old : index.grow(table, size, kEmpty, false)) {
       const uint32_t word = old.load(std::memory_order_relaxed);
       if (word != kEmpty) place(hash_of(word & kEntryMask), word & kEntryMask);
     }
   }
   void insert(uint64_t hash, uint32_t id) {
+    const Move move(moves);
     place(hash, id);
     ++num_indexed;
   }
   template <class HashOf>
   void erase(uint32_t at, HashOf&& hash_of) {
     // Backward shift: no tombstones, so an old table is as quick as a new one.
+    const Move move(moves);
     const uint32_t mask = index.size() - 1;
     uint32_t hole = at;
     for (uint32_t next = (at + 1) & mask; index[next] != kEmpty; next = (next + 1) & mask) {
@@ -181,6 +224,19 @@ struct Blocks::Stripe {
   }
 
  private:
+  class Move {
+   public:
+    explicit Move(std::atomic<uint32_t>& moves) : moves_(moves) { step(std::memory_order_relaxed); }
+    ~Move() { step(std::memory_order_release); }
+    Move(const Move&) = delete;
+    Move& operator=(const Move&) = delete;
+
+   private:
+    void step(std::memory_order order) {
+      moves_.store(moves_.load(std::memory_order_relaxed) + 1, order);
+    }
+    std::atomic<uint32_t>& moves_;
+  };
   static uint32_t tag_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 56) << kEntryBits; }
   void place(uint64_t hash, uint32_t id) {
     const uint32_t mask = index.size() - 1;

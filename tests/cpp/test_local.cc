@@ -112,4 +112,44 @@ TEST_CASE("a get is not cut short by the shortest lease") {
   CHECK(node->audit() == "");
 }
 
+TEST_CASE("what is held all the time is never missed while the index grows and shrinks") {
+  constexpr uint32_t kKept = 200;
+  constexpr uint32_t kOthers = 30'000;
+  const CallLimits limits{monotonic_now() + 60'000 * kMillisecond, nullptr, true};
+  std::vector<uint8_t> bytes(64, 1);
+  const BlockMemory memory(reinterpret_cast<uintptr_t>(bytes.data()), bytes.size());
+  const std::vector<BlockKey> kept = keys_of(1, kKept);
+  const std::vector<BlockKey> absent = keys_of(5'000'000, kKept);
+  uint64_t matches = 0;
+  uint64_t missed = 0;
+  uint64_t invented = 0;
+  for (int round = 0; round < 10; ++round) {
+    const auto node = open_node();  // its index is small, and grows
+    LocalStore store(node, "space", kFrameBytes);
+    const auto put = [&](uint32_t first, uint32_t count) {
+      const std::vector<BlockKey> keys = keys_of(first, count);
+      const std::vector<uint64_t> lengths(count, bytes.size());
+      store.put({keys, 0, lengths, {}, store.version(), false},
+                std::vector<BlockMemory>(count, memory), limits);
+    };
+    put(1, kKept);
+    std::atomic<bool> done{false};
+    std::thread others([&] {
+      put(10'000, kOthers);
+      store.apply(KeyOperation::kRemove, keys_of(10'000, kOthers));
+      done.store(true);
+    });
+    while (!done.load()) {
+      ++matches;
+      missed += kKept - store.match(kept, 0, 1);
+      invented += store.match(absent, 0, 1);
+    }
+    others.join();
+    CHECK(node->audit() == "");
+  }
+  CHECK(matches > 100);
+  CHECK(missed == 0);
+  CHECK(invented == 0);
+}
+
 }  // namespace kvstore
