@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -193,6 +194,25 @@ const char* sha256_path() { return path().name; }
 
 Sha256Digest sha256_portable(const void* data, size_t bytes) {
   return digest(compress_portable, data, bytes);
+}
+
+Sha256Digest hmac_sha256(std::string_view key, std::string_view message) {
+  constexpr size_t kBlock = 64;
+  std::array<uint8_t, kBlock> padded{};
+  if (key.size() > kBlock) {
+    const Sha256Digest digest = sha256(key.data(), key.size());
+    memcpy(padded.data(), digest.data(), digest.size());
+  } else if (!key.empty()) {
+    memcpy(padded.data(), key.data(), key.size());
+  }
+  const auto digest_of = [&](uint8_t pad, std::string_view text) {
+    std::string whole(kBlock, '\0');
+    for (size_t i = 0; i < kBlock; ++i) whole[i] = static_cast<char>(padded[i] ^ pad);
+    whole += text;
+    return sha256(whole.data(), whole.size());
+  };
+  const Sha256Digest inner = digest_of(0x36, message);
+  return digest_of(0x5c, {reinterpret_cast<const char*>(inner.data()), inner.size()});
 }
 
 }  // namespace kvstore

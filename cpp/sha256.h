@@ -5,12 +5,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace kvstore {
 
 using Sha256Digest = std::array<uint8_t, 32>;
 
 Sha256Digest sha256(const void* data, size_t bytes);
+Sha256Digest hmac_sha256(std::string_view key, std::string_view message);  // RFC 2104
 
 // "sha-ni", "armv8" or "portable": which path was chosen.
 const char* sha256_path();

@@ -27,6 +27,7 @@ CPP_LAYERS = {
     "values": ["status", "types", "crc32c", "sha256", "chain", "memory"],
     "memory": ["segment", "pool", "pool_audit", "policy", "copier", "loans"],
     "table": ["stripe", "blocks", "evict", "scrub"],
+    "wire": ["wire_codec", "wire", "wire_messages"],
     "session": ["session"],
     "node": ["node"],
     "transports": ["transport", "copy_blocks", "transport_local", "transfers"],
