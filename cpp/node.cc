@@ -219,6 +219,16 @@ bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
   return hopeless ? frees_.load() != frees : !stopping_;
 }
 
+bool Node::room_may_come(uint64_t own) {
+  if (populating()) return true;
+  uint64_t granted = 0;
+  for (const auto& session : sessions()) {
+    if (session->first_lapse() != kNever) return true;
+    granted += session->num_granted();
+  }
+  return granted > own;
+}
+
 bool Node::settle(Nanos deadline) {
   std::unique_lock lock(mutex_);
   return room_.wait_until(lock, to_time_point(deadline),

@@ -60,6 +60,8 @@ class Node {
   // useless: nothing that ends by itself (a put under way, a copying lease, memory still to be
   // populated) stands in the way. `own` grants are the caller's.
   bool wait_for_room(uint64_t own, uint64_t frees, Nanos deadline);
+  // Whether such a wait might help.
+  bool room_may_come(uint64_t own);
   uint64_t frees() const { return frees_.load(); }
   // After anything that may have made room; after a put of blocks of `length` bytes.
   void room_freed();

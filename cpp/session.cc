@@ -116,6 +116,10 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     const std::lock_guard lock(mutex_);
     const auto at = grants_.find(id.high);
     if (at == grants_.end() || at->second->id != id) return false;
+    if (at->second->writing > 0) {
+      at->second->given_up = true;
+      return false;
+    }
     batch = std::move(at->second);
     grants_.erase(at);
   }
@@ -134,6 +138,21 @@ bool Session::commit(const AttemptId& id, size_t end, Status otherwise) {
     }
   }
   return true;
+}
+
+bool Session::begin_write(GrantBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  if (batch.given_up || !grants_.contains(batch.id.high)) return false;
+  ++batch.writing;
+  return true;
+}
+
+void Session::end_write(GrantBatch& batch) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (--batch.writing > 0 || !batch.given_up) return;
+  }
+  abort(batch.id);
 }
 
 // ---- lookup → read → release -------------------------------------------------------------------

@@ -59,6 +59,8 @@ struct GrantBatch {
   std::vector<Status> statuses;
   std::vector<Item> items;
   std::vector<BlockKey> skipped;  // what the engine already had; kept while items lack room
+  uint32_t writing = 0;           // writers at work on its slots; guarded by the session
+  bool given_up = false;          // it ends with the last of them
 };
 
 // What a put names: the whole chain, of which the first `skip` blocks are not sent.
@@ -114,6 +116,10 @@ class Session {
   // an unwritten part is given up as kCancelled. False: no such attempt.
   bool commit(const AttemptId& id, size_t end, Status otherwise);
   bool abort(const AttemptId& id) { return commit(id, 0, Status::kCancelled); }
+  // Between begin_write (true) and end_write the slots stay granted, whatever ends the put: bytes
+  // are on their way into them. A commit meanwhile is refused.
+  bool begin_write(GrantBatch& batch);
+  void end_write(GrantBatch& batch);
 
   // ---- get: lookup → read → release
   // Leases every key that is held; with `run`, only the leading run; with `begin_read` as if that

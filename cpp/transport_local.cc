@@ -86,8 +86,10 @@ Status LocalStore::write(GrantBatch& grants, const std::vector<BlockMemory>& blo
 
 PutOutcome LocalStore::commit(GrantBatch& grants, size_t end, Status otherwise) {
   PutOutcome outcome;
-  session_->commit(grants.id, end, otherwise);
+  const bool ended = session_->commit(grants.id, end, otherwise);
   outcome.statuses = grants.statuses;
+  if (!ended)  // it was over before, or its slots are still being written
+    std::ranges::replace(outcome.statuses, Status::kOk, Status::kCancelled);
   outcome.parent_held = grants.parent_held;
   uint64_t last_length = 0;
   for (size_t i = 0; i < grants.items.size(); ++i) {
@@ -107,8 +109,7 @@ PutOutcome LocalStore::commit(GrantBatch& grants, size_t end, Status otherwise) 
 
 GetOutcome LocalStore::get(std::span<const BlockKey> keys, const std::vector<BlockMemory>& blocks,
                            const CallLimits& limits) {
-  const auto leases = session_->lookup(keys, 0, false, monotonic_now(), true);
-  find_extents(*leases);
+  const auto leases = lookup_to_read(keys, monotonic_now());
   GetOutcome outcome = read(*leases, 0, blocks, {}, limits);
   session_->end_read(*leases);
   release(*leases);
@@ -144,6 +145,12 @@ std::vector<bool> LocalStore::exists(std::span<const BlockKey> keys) {
     return true;
   });
   return held;
+}
+
+std::shared_ptr<LeaseBatch> LocalStore::lookup_to_read(std::span<const BlockKey> keys, Nanos now) {
+  auto leases = session_->lookup(keys, 0, false, now, true);
+  find_extents(*leases);
+  return leases;
 }
 
 std::shared_ptr<LeaseBatch> LocalStore::lookup(std::span<const BlockKey> keys, size_t skip,

@@ -44,6 +44,8 @@ class LocalStore final : public Transport {
   std::vector<bool> exists(std::span<const BlockKey> keys) override;
   std::shared_ptr<LeaseBatch> lookup(std::span<const BlockKey> keys, size_t skip,
                                      bool run) override;
+  // Leases every key that is held, a read begun: end it, then release.
+  std::shared_ptr<LeaseBatch> lookup_to_read(std::span<const BlockKey> keys, Nanos now);
   GetOutcome read(LeaseBatch& leases, size_t first, const std::vector<BlockMemory>& blocks,
                   ByteRange range, const CallLimits& limits) override;
   Released release(LeaseBatch& leases) override;

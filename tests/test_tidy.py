@@ -31,6 +31,7 @@ CPP_LAYERS = {
     "session": ["session"],
     "node": ["node"],
     "transports": ["transport", "copy_blocks", "transport_local", "transfers"],
+    "serving": ["peer_session", "requests", "requests_parts", "requests_put"],
     "bindings": [
         *("bindings_arrays", "bindings_memory", "bindings_keys"),
         *("bindings", "bindings_async", "bindings_views"),
