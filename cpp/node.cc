@@ -191,17 +191,26 @@ void Node::scrub_in_background() {
   }
 }
 
+// What stands in the way of room; what is overdue goes at once.
+Node::Outlook Node::look_for_room(Nanos now) {
+  Outlook outlook;
+  for (const auto& session : sessions()) {
+    outlook.revoked += session->revoke_overdue(now);
+    outlook.granted += session->num_granted();
+    outlook.lapse = std::min(outlook.lapse, session->first_lapse());
+  }
+  return outlook;
+}
+
+bool Node::room_may_come(uint64_t own) {
+  const auto [granted, revoked, lapse] = look_for_room(monotonic_now());
+  return populating() || revoked > 0 || lapse != kNever || granted > own;
+}
+
 bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
   const Nanos now = monotonic_now();
   if (now >= deadline) return false;
-  uint64_t granted = 0;
-  size_t revoked = 0;
-  Nanos lapse = kNever;
-  for (const auto& session : sessions()) {
-    revoked += session->revoke_overdue(now);
-    granted += session->num_granted();
-    lapse = std::min(lapse, session->first_lapse());
-  }
+  const auto [granted, revoked, lapse] = look_for_room(now);
   if (revoked > 0) return true;
   // A lapse gives no signal, nor does the end of a read under a lapsed lease: look again then.
   const Nanos again = lapse == kNever ? deadline : std::max(lapse + 1, now + kLookAgain);
@@ -217,16 +226,6 @@ bool Node::wait_for_room(uint64_t own, uint64_t frees, Nanos deadline) {
   granted_to_waiting_ -= own;
   num_waiting_.fetch_sub(1);
   return hopeless ? frees_.load() != frees : !stopping_;
-}
-
-bool Node::room_may_come(uint64_t own) {
-  if (populating()) return true;
-  uint64_t granted = 0;
-  for (const auto& session : sessions()) {
-    if (session->first_lapse() != kNever) return true;
-    granted += session->num_granted();
-  }
-  return granted > own;
 }
 
 bool Node::settle(Nanos deadline) {

@@ -78,6 +78,12 @@ class Node {
 
  private:
   explicit Node(std::unique_ptr<Segment> segment, const NodeOptions& options);
+  struct Outlook {
+    uint64_t granted = 0;  // blocks of puts under way
+    size_t revoked = 0;    // blocks let go just now
+    Nanos lapse = kNever;  // when the first copying lease may be revoked
+  };
+  Outlook look_for_room(Nanos now);
   void stop();
   void populate();
   void evict_in_background();

@@ -150,15 +150,15 @@ Outcome serve_write(const RequestContext& context, const wire::Write& message,
 
 namespace {
 
-// Takes the checksums of a client that wrote by itself; else compares with what has come: a part
-// that differs was damaged on its way and is not committed.
-std::vector<size_t> settle_checksums(GrantBatch& grants, bool maps_memory,
+// Takes the checksums of a client that wrote by itself; else compares with what has come. A block
+// with a part that differs, or without checksums, was damaged on its way and is not committed.
+std::vector<size_t> settle_checksums(GrantBatch& grants, size_t end, bool maps_memory,
                                      const std::vector<std::vector<uint32_t>>& parts) {
   std::vector<size_t> damaged;
-  for (size_t i = 0; i < grants.items.size() && i < parts.size(); ++i) {
+  for (size_t i = 0; i < std::min(grants.items.size(), end); ++i) {
+    if (grants.statuses[i] != Status::kOk) continue;
     auto& own = grants.items[i].parts;
-    if (grants.statuses[i] != Status::kOk || parts[i].empty()) continue;
-    bool good = parts[i].size() == own.size();
+    bool good = i < parts.size() && parts[i].size() == own.size();
     for (size_t part = 0; good && part < own.size(); ++part) {
       if (maps_memory) own[part] = parts[i][part];
       good = own[part] == parts[i][part];
@@ -190,7 +190,7 @@ Outcome serve_commit(const RequestContext& context, const wire::Commit& message)
   unknown.known = false;
   const auto grants = context.session->take_grants(message.attempt);
   if (grants == nullptr) return answer_with(unknown);
-  const auto damaged = settle_checksums(*grants, context.maps_memory, message.parts);
+  const auto damaged = settle_checksums(*grants, message.end, context.maps_memory, message.parts);
   return answer(put_done(context.session->store, *grants, message.end, message.otherwise, damaged));
 }
 
@@ -217,7 +217,7 @@ Outcome serve_put(const RequestContext& context, wire::Reserve message, uint64_t
   sink.full = [context, grants, parts = std::move(message.parts)] {
     LocalStore& own = context.session->store;
     own.session().end_write(*grants);
-    const auto damaged = settle_checksums(*grants, false, parts);
+    const auto damaged = settle_checksums(*grants, grants->items.size(), false, parts);
     return put_done(own, *grants, grants->items.size(), Status::kOk, damaged);
   };
   sink.broken = [context, grants] {

@@ -19,6 +19,30 @@ inline constexpr uint64_t kInlineBytesMax = 64 << 10;  // of a put that is one m
 
 // ---- the data's way ----------------------------------------------------------------------------
 
+// A request that says no more than what it is; and one that names a lease.
+template <Type kRequest>
+struct Bare {
+  static constexpr Type kType = kRequest;
+  template <class C>
+  void fields(C&) {}
+};
+template <Type kRequest>
+struct OfLease {
+  static constexpr Type kType = kRequest;
+  uint64_t lease = 0;
+  template <class C>
+  void fields(C& c) {
+    c(lease);
+  }
+};
+using MakeView = OfLease<Type::kMakeView>;
+using Ticket = OfLease<Type::kTicket>;
+using Verify = OfLease<Type::kVerify>;
+using Clear = Bare<Type::kClear>;
+using List = Bare<Type::kList>;
+using Usage = Bare<Type::kUsage>;
+using Audit = Bare<Type::kAudit>;
+
 struct Match {
   static constexpr Type kType = Type::kMatch;
   std::vector<BlockKey> keys;
@@ -285,14 +309,6 @@ struct Released {
     c(held);
   }
 };
-struct MakeView {
-  static constexpr Type kType = Type::kMakeView;
-  uint64_t lease = 0;
-  template <class C>
-  void fields(C& c) {
-    c(lease);
-  }
-};
 struct ViewMade {
   static constexpr Type kType = Type::kViewMade;
   bool made = false;
@@ -301,28 +317,12 @@ struct ViewMade {
     c(made);
   }
 };
-struct Ticket {
-  static constexpr Type kType = Type::kTicket;
-  uint64_t lease = 0;
-  template <class C>
-  void fields(C& c) {
-    c(lease);
-  }
-};
 struct TicketIs {
   static constexpr Type kType = Type::kTicketIs;
   AttemptId ticket;
   template <class C>
   void fields(C& c) {
     c(ticket);
-  }
-};
-struct Verify {
-  static constexpr Type kType = Type::kVerify;
-  uint64_t lease = 0;
-  template <class C>
-  void fields(C& c) {
-    c(lease);
   }
 };
 struct Verified {
@@ -364,11 +364,6 @@ struct Applied {
     c(count);
   }
 };
-struct Clear {
-  static constexpr Type kType = Type::kClear;
-  template <class C>
-  void fields(C&) {}
-};
 struct Cleared {
   static constexpr Type kType = Type::kCleared;
   uint32_t namespace_version = 0;
@@ -376,11 +371,6 @@ struct Cleared {
   void fields(C& c) {
     c(namespace_version);
   }
-};
-struct List {
-  static constexpr Type kType = Type::kList;
-  template <class C>
-  void fields(C&) {}
 };
 struct ListedBlock {
   BlockKey key;
@@ -402,11 +392,6 @@ struct Listed {
     c(all);
   }
 };
-struct Usage {
-  static constexpr Type kType = Type::kUsage;
-  template <class C>
-  void fields(C&) {}
-};
 struct Count {
   std::string name;
   uint64_t value = 0;
@@ -424,11 +409,6 @@ struct UsageIs {
     c.list(counts, 12, kCountsMax, [&](Count& count) { count.fields(c); });
     c(pages);
   }
-};
-struct Audit {
-  static constexpr Type kType = Type::kAudit;
-  template <class C>
-  void fields(C&) {}
 };
 struct AuditIs {
   static constexpr Type kType = Type::kAuditIs;

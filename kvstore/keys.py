@@ -119,6 +119,7 @@ class Keys:
             return NotImplemented
         return self._version == other._version and np.array_equal(self._array, other._array)
 
+    # As arrays, they are not hashed; the type that object gives this name knows no None.
     __hash__ = None  # type: ignore[assignment]
 
     def __array__(

@@ -101,7 +101,7 @@ def test_descriptions_that_cannot_be_true_are_refused() -> None:
 
 def test_device_memory_is_refused_with_advice() -> None:
     class OnGpu:
-        __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+        __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012 - as the protocol has it
 
     for gpu in (OnGpu(), OnlyDlpack(np.zeros((1, 8), "uint8"), device=(2, 0))):
         for blocks in (gpu, [gpu]):

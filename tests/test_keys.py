@@ -270,7 +270,7 @@ def test_salts_separate_and_absent_is_empty() -> None:
     assert not set(salted_spec) & set(chains[1])  # a spec's salt is another namespace
     for salt in ("a", None, 5, bytearray(b"a"), bytes(1025)):
         with pytest.raises(InvalidArgument, match="salt"):
-            make_keys(spec, range(64), salt=salt)  # type: ignore[arg-type]
+            make_keys(spec, range(64), salt=salt)
 
 
 def test_extra_keys_give_distinct_chains() -> None:
@@ -473,4 +473,4 @@ def test_text_keys_are_distinct_or_refused_by_length() -> None:
         text_key(spec, "a\ud800")
     for other in (None, 5, bytearray(b"a"), ["a"]):
         with pytest.raises(InvalidArgument, match="str or bytes, not"):
-            text_key(spec, other)  # type: ignore[arg-type]
+            text_key(spec, other)

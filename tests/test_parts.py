@@ -86,7 +86,7 @@ def test_an_exception_in_the_with_leaves_nothing_and_goes_on() -> None:
     with opened(SPEC) as store:
         keys = store.keys(TOKENS)
         layers = [data[:, 0], data[:, 1], data[:, 2]]
-        with pytest.raises(IndexError), store.writing(keys) as writing:  # noqa: PT012
+        with pytest.raises(IndexError), store.writing(keys) as writing:  # noqa: PT012 - within
             for layer in range(4):
                 writing.layer(layer, layers[layer])
         assert (writing.result, store.usage().slots) == (None, 0)

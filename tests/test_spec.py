@@ -36,7 +36,7 @@ def test_rank_is_a_suffix_and_not_in_the_namespace() -> None:
     assert text_key(third, "a") == text_key(first, "a")[:28] + b"\0\3\0\x08"
     for rank, world_size in [(-1, 1), (1, 1), (0, 0), (0, 65536), (True, 2), (0.0, 1)]:
         with pytest.raises(InvalidArgument, match=r"rank is|world_size is"):
-            keys.with_rank(rank, world_size)  # type: ignore[arg-type]
+            keys.with_rank(rank, world_size)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_specs_are_values() -> None:
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert replace(spec, tenant="u") == spec_of(tenant="u")
     with pytest.raises(FrozenInstanceError):
-        spec.model = "other"  # type: ignore[misc]
+        spec.model = "other"
 
 
 def test_block_bytes_are_one_ranks() -> None:
@@ -176,7 +176,7 @@ def test_keys_are_an_immutable_row_of_bytes() -> None:
     with pytest.raises(IndexError):
         keys[5]
     with pytest.raises(AttributeError):
-        keys.version = 8  # type: ignore[misc]
+        keys.version = 8
     with pytest.raises(TypeError):
         hash(keys)
     assert repr(keys).startswith(f"Keys(5, version 7, first {keys[0].hex()}")

@@ -111,7 +111,7 @@ def test_default_workload_reuses_about_half_of_its_blocks() -> None:
 )
 def test_impossible_workloads_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(change))):
-        Workload(**change)  # type: ignore[arg-type]
+        Workload(**change)
 
 
 @pytest.mark.parametrize(("seed", "requests"), [(-1, 5), (0, 0)])

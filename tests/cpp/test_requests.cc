@@ -178,6 +178,25 @@ TEST_CASE("an inline put is one message, and what is held already is passed over
   CHECK(peer.ask<wire::AuditIs>(wire::Audit{}).problem == "");
 }
 
+TEST_CASE("a commit without its checksums is not taken on trust") {
+  Peer peer;
+  const auto granted = peer.ask<wire::Granted>(peer.reservation(1, {kPart, 5}));
+  wire::Write write;
+  write.attempt = granted.attempt;
+  write.items = {0, 1};
+  write.bytes = UINT64_MAX;
+  const Bytes bytes(kPart + 5, 7);
+  CHECK(peer.ask<wire::Written>(write, bytes).status == Status::kOk);
+  wire::Commit commit;
+  commit.attempt = granted.attempt;
+  commit.end = 2;
+  commit.parts = {checksums(Bytes(kPart, 7), kPart)};  // none for the second
+  const auto done = peer.ask<wire::PutDone>(commit);
+  CHECK(done.statuses == std::vector{Status::kOk, Status::kCorrupt});
+  CHECK(peer.node->pool().usage().slots == 1);
+  CHECK(peer.ask<wire::AuditIs>(wire::Audit{}).problem == "");
+}
+
 TEST_CASE("a session that ends while bytes are on their way keeps their slots until they are in") {
   Peer peer;
   const auto granted = peer.ask<wire::Granted>(peer.reservation(1, {kPart}));
