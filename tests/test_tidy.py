@@ -47,7 +47,9 @@ PYTHON_LAYERS = {
     "store": ["hit", "transfer", "store"],
     "node": ["node_options", "node"],
     "public": [""],
-    "sim": ["sim", "sim.workload", "sim.checkers", "sim.replay"],
+    "sim": [
+        *("sim", "sim.workload", "sim.checkers", "sim.client", "sim.replay", "sim.processes"),
+    ],
     "cli": ["cli_shared", "cli_node", "cli", "__main__"],
 }
 
