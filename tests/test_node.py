@@ -273,7 +273,7 @@ def test_a_stop_that_fails_is_no_success() -> None:
     assert "OSError: lost" in stderr
 
 
-# ---- connect --------------------------------------------------------------------------------------
+# ---- connect -------------------------------------------------------------------------------------
 
 
 def test_nobody_there_is_unavailable(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def test_mistakes_in_the_environment_are_named(name: str, text: str, word: str) 
         {"listen": ("",)},
         {"listen": (), "socket": ""},
         {"socket": "/" + "x" * 107},
+        {"socket": "a\0b"},
+        {"token_file": "a\0b"},
         {"dram": 0},
         {"view_fraction": 2},
         {"connections_max": 0},
