@@ -1,4 +1,4 @@
-"""A client of the wire in plain Python, driven step by step: a second implementation of docs/wire.md.
+"""A client of the wire in plain Python, driven step by step: docs/wire.md implemented once more.
 
 The tables of messages are read from that page, so what it leaves out cannot be said here. `Line` is
 one connection, `Client` a session: its control connection and the verbs of the data's way. Nothing
@@ -29,6 +29,7 @@ ANY = kvstore.BlockSpec("any", block_bytes=None)
 PART_BYTES = ANY.parts.part_bytes
 ZERO_ID = (0, 0)
 WHOLE = (1 << 64) - 1
+RECEIVE_BYTES = 64 << 10  # little, so that a reader who stops is soon waited for
 NUMBERS = {"u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "i64": "<q", "status": "<B"}
 RAW = {"key": 32, "hash": 32}
 NODE, CLIENT = b"\1", b"\2"  # roles in a proof
@@ -168,9 +169,7 @@ def decode(name: str, data: bytes) -> SimpleNamespace:
 def frame(
     name: str, body: bytes, payload_bytes: int = 0, request: int = 1, trace: bytes = bytes(16)
 ) -> bytes:
-    return (
-        HEADER.pack(MAGIC, type_of(name), 0, len(body), 0, payload_bytes, request, trace) + body
-    )
+    return HEADER.pack(MAGIC, type_of(name), 0, len(body), 0, payload_bytes, request, trace) + body
 
 
 def prove(token: bytes, role: bytes, hello: bytes, challenge: bytes) -> bytes:
@@ -223,6 +222,7 @@ class Line:
             self.socket = socket.socket(socket.AF_INET6 if six else socket.AF_INET)
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.settimeout(timeout_s)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         try:
             if address.startswith("/"):
                 self.socket.connect(address)
@@ -384,7 +384,10 @@ class Client:
     def __enter__(self) -> "Client":  # noqa: PYI034 - Self needs Python 3.11
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Leaves: else what this process maps would be its own until it ends."""
+        if kind is None and self.control.socket.fileno() >= 0:
+            self.control.ask("Leave", "Left")
         self.close()
 
     # put: reserve -> write -> commit
@@ -410,12 +413,15 @@ class Client:
         return self.line.ask("Commit", "PutDone", **commit_fields(granted.attempt, blocks))
 
     def put(self, keys: list[bytes], blocks: list[bytes]) -> SimpleNamespace:
+        """All steps; what is held already is not sent."""
         granted = self.reserve(keys, [len(data) for data in blocks])
+        items = [item for item, status in enumerate(granted.statuses) if status == 0]
         if self.memory is not None:
-            for slot, data in zip(granted.slots, blocks, strict=True):
-                self.copy(slot, data)
-        else:
-            self.write(granted, blocks)
+            for item in items:
+                self.copy(granted.slots[item], blocks[item])
+        elif items:
+            payload = b"".join(blocks[item] for item in items)
+            self.line.ask("Write", "Written", payload, **write_fields(granted, items))
         return self.commit(granted, blocks)
 
     # get: lookup -> read -> release

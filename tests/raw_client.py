@@ -97,30 +97,29 @@ class Actor:
         self.leased = self.client.lookup([raw.key(number) for number in numbers])
         return len(self.leased.blocks)
 
-    def read_half(self) -> None:
-        """Half of the first block's bytes."""
-        if self.shm:
-            self.begun = self.client.peek(self.leased.blocks[0])[: self.length // 2]
-            return
-        length = self.leased.blocks[0].length
-        self.client.line.send("Read", **raw.read_fields(self.leased.lease, 0, length))
-        got = self.client.line.receive_head("Blocks")
-        self.left = got.payload_bytes - length // 2
-        self.begun = self.client.line.read(length // 2)
+    def get_begin(self, numbers: list[int], length: int) -> None:
+        """All but the first kilobyte of the answer is still on its way (tcp)."""
+        self.numbers = numbers
+        keys = [raw.key(number) for number in numbers]
+        self.client.line.send("Get", keys=keys, room=[length] * len(keys))
+        self.left = self.client.line.receive_head("Blocks").payload_bytes
+        self.begun = self.client.line.read(1024)
 
-    def read_rest(self) -> bool:
-        """Whether the first block is what was put."""
-        if self.shm:
-            return self.intact()
-        return is_block(self.begun + self.client.line.read(self.left), self.numbers[0])
+    def get_rest(self) -> bool:
+        """Whether the block, a single one, is what was put."""
+        return is_block(self.begun + self.client.line.read(self.left - 1024), self.numbers[0])
+
+    def read_begin(self) -> None:
+        """The first kilobyte of the first block, out of the memory (shm)."""
+        self.begun = self.client.peek(self.leased.blocks[0])[:1024]
 
     def view(self) -> bool:
         return bool(self.client.line.ask("MakeView", "ViewMade", lease=self.leased.lease).made)
 
-    def intact(self) -> bool:
+    def intact(self, numbers: list[int] | None = None) -> bool:
         """Whether every leased block is, in the memory it was in, what was put."""
-        blocks = zip(self.leased.blocks, self.numbers, strict=True)
-        return all(is_block(self.client.peek(b), number) for b, number in blocks)
+        named = zip(self.leased.blocks, numbers or self.numbers, strict=True)
+        return all(is_block(self.client.peek(each), number) for each, number in named)
 
     def unmoved(self) -> bool:
         """Whether no leased slot has another generation by now."""
@@ -135,6 +134,9 @@ class Actor:
 
     def join(self) -> None:
         self.client.join()
+
+    def use_control(self) -> None:
+        self.client.line = self.client.control
 
     def lose_control(self) -> None:
         self.client.control.socket.shutdown(socket.SHUT_RDWR)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,14 @@ class Told:
 
     def ask(self, what: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         self.tell(what, *arguments)
-        return self.answer(timeout_s)
+        answer = self.answer(timeout_s)
+        assert not isinstance(answer, dict) or "raised" not in answer, (what, answer)
+        return answer
+
+    def ask_in_vain(self, what: str, *arguments: Any) -> str:
+        """What it raises, by name."""
+        self.tell(what, *arguments)
+        return str(self.answer()["raised"])
 
     def said(self) -> str:
         self.log.seek(0)
@@ -112,7 +120,12 @@ def serve_lines(actor: Any) -> None:
     """The child's end: each line names a method of `actor` and its arguments."""
     for line in sys.stdin:
         what, *arguments = json.loads(line)
-        tell_parent(getattr(actor, what)(*arguments))
+        try:
+            answer = getattr(actor, what)(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"raised": type(error).__name__}
+        tell_parent(answer)
 
 
 def tell_parent(value: Any) -> None:
