@@ -75,6 +75,7 @@ class Probe:
         return sum(process_cpu_s(process.pid) for process in self.processes)
 
     def close(self) -> None:
+        """Both end."""
         for process in reversed(self.processes):  # the driver ends at the end of its input,
             assert process.stdin
             process.stdin.close()
