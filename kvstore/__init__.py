@@ -10,9 +10,12 @@
         ...                                          # compute the others, kv[held:]
         store.put(keys, kv[held:], skip_blocks=held)
 
+`kvstore.connect(address, spec)` is the same store in a process of its own, a `kvstore node`.
+
 How it is built, from the top down. Imports point down only.
 
     cli, sim                 the command line; traces and their replay
+    node                     a node's process: options, signals, log
     store, hit, transfer     put / get / match_prefix; leases and views; background calls
     arguments                what callers pass → keys, block memories
     spec, keys               BlockSpec → namespace → keys of token blocks
@@ -44,15 +47,18 @@ except ImportError as error:
         "folder, where the installed package is found, or `pip install -e .` in the tree",
         name="kvstore._core",
     ) from error
-from kvstore.config import StoreOptions
+from kvstore.config import ConnectOptions, StoreOptions
 from kvstore.errors import (
     AuditFailed,
     BlockTooLarge,
     BufferBusy,
+    CannotListen,
     ForkedStore,
     InvalidArgument,
     KvstoreError,
     LeaseRevoked,
+    NodeRefused,
+    NodeUnavailable,
     NotEnoughMemory,
     SpecMismatch,
     StaleKeys,
@@ -62,7 +68,7 @@ from kvstore.errors import (
 from kvstore.hit import Hit, Match, Writing
 from kvstore.keys import Keys
 from kvstore.spec import BlockSpec
-from kvstore.store import Store, open  # noqa: A004 - `kvstore.open` is the name
+from kvstore.store import Store, connect, open  # noqa: A004 - `kvstore.open` is the name
 from kvstore.transfer import Transfer
 from kvstore.types import BlockKey, GetResult, Listed, PutResult, Status, Usage
 
@@ -74,6 +80,8 @@ __all__ = [
     "BlockSpec",
     "BlockTooLarge",
     "BufferBusy",
+    "CannotListen",
+    "ConnectOptions",
     "ForkedStore",
     "GetResult",
     "Hit",
@@ -83,6 +91,8 @@ __all__ = [
     "LeaseRevoked",
     "Listed",
     "Match",
+    "NodeRefused",
+    "NodeUnavailable",
     "NotEnoughMemory",
     "PutResult",
     "SpecMismatch",
@@ -96,5 +106,6 @@ __all__ = [
     "ViewsRefused",
     "Writing",
     "__version__",
+    "connect",
     "open",
 ]

@@ -58,6 +58,35 @@ class Node:  # The memory, its table and its threads.
         log_evictions: bool,
     ) -> None: ...
 
+class Server:  # Serves a node to other processes.
+    def __init__(
+        self,
+        node: Node,
+        *,
+        listen: list[str],
+        socket: str,
+        token: bytes,
+        io_threads: int,
+        connections_max: int,
+    ) -> None: ...
+    def addresses(self) -> list[str]: ...  # as bound
+    def epoch(self) -> int: ...  # random, of this start
+    def event_fd(self) -> int: ...  # readable while events wait
+    def take_events(self) -> list[tuple[str, str, dict[str, str]]]: ...  # level, event, fields
+    def counts(self) -> dict[str, int]: ...
+    def stop(self, timeout_ns: int) -> bool: ...  # whether all ended in time
+
+def connect(
+    address: str,
+    token: bytes,
+    record: bytes,
+    part_bytes: int,
+    transport: str,
+    connections: int,
+    copy_threads: int,
+    timeout_ns: int,
+) -> Store: ...
+
 class Leases:  # Blocks under lease.
     def lengths(self) -> list[int]: ...
     def read(
@@ -88,6 +117,8 @@ class Store:  # One namespace's store. `keys`: n * 32 bytes; a version of 0 is t
     def __init__(self, node: Node, digest: bytes, part_bytes: int) -> None: ...
     def close(self) -> None: ...
     def node(self) -> Node: ...
+    def transport(self) -> str: ...  # "local", "shm" or "tcp"
+    def place(self) -> str: ...  # "local", or the node's address as given
     def version(self) -> int: ...
     def put(
         self,
@@ -100,7 +131,7 @@ class Store:  # One namespace's store. `keys`: n * 32 bytes; a version of 0 is t
         timeout_ns: int,
     ) -> tuple[bytes, bool, str]: ...
     def get(self, keys: Buffer, buffers: Buffers, timeout_ns: int) -> tuple[bytes, bytes]: ...
-    def match(self, keys: Buffer, skip: int, ranks: int) -> int: ...
+    def match(self, keys: Buffer, skip: int, ranks: int) -> int: ...  # -1: not to be asked
     def exists(self, keys: Buffer) -> bytes: ...
     def lookup(self, keys: Buffer, skip: int, run: bool) -> Leases: ...
     def redeem(self, ticket: bytes) -> Leases | None: ...

@@ -1,29 +1,35 @@
-"""The `kvstore` command: demo, replay, trace make, trace stat.
+"""The `kvstore` command: demo, replay, trace make, trace stat; node is in `cli_node`.
 
-The only module that reads argv and the environment, and (with `__main__`) the only one that imports
-typer and rich. Results go to stdout, everything else to stderr: progress, notes, errors.
+Only the modules named cli read argv and the environment and import typer and rich. Results go to
+stdout, everything else to stderr: progress, notes, errors.
 Exit codes: 0 done, 1 bytes came back wrong, 2 could not run as asked, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 import kvstore
-from kvstore.config import parse_bytes
-from kvstore.errors import InvalidArgument, KvstoreError, NotEnoughMemory
+from kvstore.cli_node import node_command
+from kvstore.cli_shared import (
+    EXIT_WRONG_BYTES,
+    Json,
+    exits,
+    note,
+    parse_size,
+    print_json,
+    progress_bar,
+    size_text,
+)
+from kvstore.errors import InvalidArgument
 from kvstore.sim.replay import Percentiles, ReplayOptions, ReplayReport, pool_size, replay
 from kvstore.sim.workload import (
     Request,
@@ -35,34 +41,25 @@ from kvstore.sim.workload import (
     write_trace,
 )
 
-EXIT_WRONG_BYTES = 1
-EXIT_COULD_NOT_RUN = 2
-EXIT_INTERRUPTED = 130
-
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 trace_app = typer.Typer(
     help="Make a trace, or count one.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(trace_app, name="trace")
+app.command(name="node", short_help="Serve a store to other processes.")(node_command)
 
-
-def _parse_size(text: str | int) -> int:
-    try:
-        return parse_bytes(text, "SIZE")
-    except InvalidArgument as error:
-        raise typer.BadParameter(str(error)) from None
+TOO_LARGE = "Try a smaller --block-bytes, or --capacity-blocks."
 
 
 BlockBytes = Annotated[
     int,
     typer.Option(
-        parser=_parse_size,
+        parser=parse_size,
         metavar="SIZE",
         show_default="64KiB",
         help="Of a block: 4096, 64KiB, 1MiB.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed makes the same trace.")]
 Requests = Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the made trace.")]
 TraceArgument = Annotated[
@@ -101,6 +98,7 @@ def top(
       kvstore trace make my.jsonl.gz            write such a trace to a file
       kvstore replay my.jsonl.gz                replay it
       kvstore replay my.jsonl.gz --capacity-blocks 2000
+      kvstore node                              a store for kvstore.connect
     """
 
 
@@ -123,12 +121,12 @@ def demo(
       kvstore demo --seed 7 --capacity-blocks 500
       kvstore demo --requests 5000 --block-bytes 4KiB --json
     """
-    with _exits():
+    with exits(TOO_LARGE):
         trace = make_trace(seed, requests)
         summary = summarize(trace)
-        _note(
+        note(
             f"made trace, seed {seed}: {summary.requests:,} requests, {summary.blocks:,} blocks, "
-            f"{summary.distinct_blocks:,} distinct; blocks of {_size(block_bytes)}"
+            f"{summary.distinct_blocks:,} distinct; blocks of {size_text(block_bytes)}"
         )
         reports = [
             _replay(
@@ -140,7 +138,7 @@ def demo(
             for generation, capacity in enumerate((0, capacity_blocks))
         ]
         if as_json:
-            _print_json(
+            print_json(
                 {
                     "trace": {"seed": seed, **asdict(summary)},
                     "replays": [report.as_dict() for report in reports],
@@ -196,7 +194,7 @@ def replay_command(
 
     Exit code 1 means that bytes came back wrong; 2 that it could not run as asked.
     """
-    with _exits():
+    with exits(TOO_LARGE):
         options = ReplayOptions(
             block_bytes=block_bytes,
             capacity_blocks=capacity_blocks,
@@ -206,13 +204,13 @@ def replay_command(
         path = _find_trace(trace, folder)
         rows = list(read_trace(path))
         size = pool_size(options, summarize(rows))
-        _note(
-            f"{path}: {len(rows):,} requests; blocks of {_size(block_bytes)}, "
-            f"a pool of {_size(size.dram_bytes)}"
+        note(
+            f"{path}: {len(rows):,} requests; blocks of {size_text(block_bytes)}, "
+            f"a pool of {size_text(size.dram_bytes)}"
         )
         report = _replay(rows, options)
         if as_json:
-            _print_json({"trace": str(path), **report.as_dict()})
+            print_json({"trace": str(path), **report.as_dict()})
         else:
             _print_reports(path.name, [report])
         _end([report])
@@ -238,7 +236,7 @@ def trace_make(
       kvstore trace make my.jsonl.gz
       kvstore trace make tools.jsonl --seed 7 --requests 5000 --tool-share 0.6
     """
-    with _exits():
+    with exits(TOO_LARGE):
         if _exists(out) and not force:
             raise InvalidArgument(f"{out} exists; --force overwrites it")
         shape = Workload(rate_per_s=rate, tool_share=tool_share, turns=turns)
@@ -258,12 +256,12 @@ def trace_stat(
     Example:
       kvstore trace stat my.jsonl.gz
     """
-    with _exits():
+    with exits(TOO_LARGE):
         path = _find_trace(trace, folder)
         summary = summarize(list(read_trace(path)))
         if as_json:
             ratio = {"hit_ratio_max": summary.hit_ratio_max}
-            _print_json({"trace": str(path), **asdict(summary), **ratio})
+            print_json({"trace": str(path), **asdict(summary), **ratio})
         else:
             _print_summary(str(path), summary)
 
@@ -278,35 +276,11 @@ def _exists(path: Path) -> bool:
         raise InvalidArgument(f"{path}: {error.strerror or error}") from None
 
 
-@contextmanager
-def _exits() -> Iterator[None]:
-    """Turns what a command raises into one line on stderr and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _note("kvstore: interrupted; the store was closed and its memory given back")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (NotEnoughMemory, MemoryError) as error:
-        _note(f"kvstore: error: {error}\nTry a smaller --block-bytes, or --capacity-blocks.")
-        raise typer.Exit(EXIT_COULD_NOT_RUN) from None
-    except KvstoreError as error:
-        _note(f"kvstore: error: {error}")
-        raise typer.Exit(EXIT_COULD_NOT_RUN) from None
-
-
 def _replay(trace: Sequence[Request], options: ReplayOptions) -> ReplayReport:
     capacity = options.capacity_blocks
     title = f"{capacity:,} blocks" if capacity else "unlimited"
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:<14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=len(trace))
-        return replay(trace, options, progress=lambda: bar.advance(task))
+    with progress_bar(title, len(trace)) as advance:
+        return replay(trace, options, progress=advance)
 
 
 def _find_trace(trace: str | None, folder: Path | None) -> Path:
@@ -333,7 +307,7 @@ def _find_trace(trace: str | None, folder: Path | None) -> Path:
     if not found:
         raise InvalidArgument(f"{folder}: no .jsonl or .jsonl.gz in this folder")
     if len(found) > 1:
-        _note(f"{folder} holds {len(found)} traces; taking the first")
+        note(f"{folder} holds {len(found)} traces; taking the first")
     return found[0]
 
 
@@ -342,35 +316,17 @@ def _end(reports: Sequence[ReplayReport]) -> None:
         return
     for report in reports:
         for each in report.mismatches:
-            _note(
+            note(
                 f"kvstore: WRONG BYTES: request {each.request}, key index {each.key_index} "
                 f"(id {each.hash_id}), offset {each.offset}: expected {each.expected}, "
                 f"got {each.got}; {each.wrong_bytes:,} bytes of this block differ"
             )
         for status, count in report.unread_blocks.items():
-            _note(f"kvstore: NOT RETURNED: {count:,} leased blocks were {status}")
+            note(f"kvstore: NOT RETURNED: {count:,} leased blocks were {status}")
     raise typer.Exit(EXIT_WRONG_BYTES)
 
 
 # ---- printing ------------------------------------------------------------------------------------
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
-
-
-def _size(num_bytes: int) -> str:
-    """1536 → '1,536 B', 65536 → '64 KiB', 1.5e9 → '1.4 GiB'."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if size >= 10 or size == int(size) else f"{size:.1f} {unit}"
 
 
 def _print_summary(name: str, summary: TraceSummary) -> None:
@@ -400,7 +356,7 @@ def _print_reports(title: str, reports: Sequence[ReplayReport]) -> None:
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     Console().print(table)
-    print(f"Times are p50 / p90 / p99 of a call. Blocks of {_size(reports[0].block_bytes)}.")
+    print(f"Times are p50 / p90 / p99 of a call. Blocks of {size_text(reports[0].block_bytes)}.")
     if reports[0].clients > 1:
         print(f"{reports[0].clients} clients: hit ratios depend on how their requests interleave.")
     if reports[0].speed:
@@ -425,7 +381,7 @@ def _report_rows(report: ReplayReport) -> dict[str, str]:
         "match, us": _times(report.match),
         "get, us": _times(report.get),
         "put, us": _times(report.put),
-        "bytes checked": f"{_size(report.verified_bytes)}",
+        "bytes checked": f"{size_text(report.verified_bytes)}",
         "bytes wrong": f"{report.wrong_bytes:,}",
         "run time": f"{report.wall_s:.1f} s",
     }

@@ -13,6 +13,9 @@ A class exists only where a caller would do something different:
     ├── LeaseRevoked                        a lease ran out and its memory was needed
     ├── ViewsRefused                        too many bytes are held by views; `read` works
     ├── AuditFailed                         the store's own accounts disagree: a bug in it
+    ├── NodeUnavailable                     the node cannot be reached; try again later
+    ├── NodeRefused                         the node does not want this client; ask who runs it
+    ├── CannotListen                        an address or a socket's path a node cannot have
     └── NotEnoughMemory (also MemoryError)  memory, cgroup or memlock too small at start
 
 What can happen to one item of a batch is no exception but a `kvstore.Status`.
@@ -61,6 +64,20 @@ class ViewsRefused(KvstoreError):
 
 class AuditFailed(KvstoreError):
     """Table, allocator and counts disagree. A bug in the store: please report it."""
+
+
+class NodeUnavailable(KvstoreError):
+    """The node cannot be reached, or the connection was lost; try again later."""
+
+
+class NodeRefused(KvstoreError):
+    """The node, or this client, refused: wrong token, no version in common, no such namespace, too
+    many connections, stopping. The message says which.
+    """
+
+
+class CannotListen(KvstoreError):
+    """A node cannot listen there: an address in use, a port without permission, a bad path."""
 
 
 class NotEnoughMemory(KvstoreError, MemoryError):

@@ -23,7 +23,10 @@ class Match:
     `blocks` and `tokens` count what follows the skipped blocks; `by_node`: blocks per node.
     """
 
-    __slots__ = ("_array", "_hit", "_native", "_skip_blocks", "_spec", "_timeout_ns", "blocks")
+    __slots__ = (
+        *("_array", "_asked", "_hit", "_native", "_skip_blocks", "_spec", "_timeout_ns"),
+        "blocks",
+    )
 
     def __init__(
         self,
@@ -31,11 +34,13 @@ class Match:
         native: _core.Store,
         array: npt.NDArray[np.uint8],
         skip_blocks: int,
-        blocks: int,
+        matched: int,
         timeout_ns: int,
     ) -> None:
         self._spec = spec
         self._native = native
+        self._asked = matched >= 0
+        blocks = max(matched, 0)
         self._array = array[: skip_blocks + blocks]
         self._skip_blocks = skip_blocks
         self._timeout_ns = timeout_ns
@@ -49,8 +54,10 @@ class Match:
 
     @property
     def by_node(self) -> dict[str, int]:
-        """Length of the run per node."""
-        return {"local": self.blocks}
+        """Length of the run per node, by its address ("local" in process). Empty if no node could
+        be asked, which is a miss otherwise.
+        """
+        return {self._native.place(): self.blocks} if self._asked else {}
 
     if not TYPE_CHECKING:  # type checkers know what a match has
 

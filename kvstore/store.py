@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore import _core
 from kvstore.arguments import KeysLike, resolve_keys, sources, targets
-from kvstore.config import StoreOptions, parse_seconds, show
+from kvstore.config import ConnectOptions, StoreOptions, parse_seconds, parse_token, show
 from kvstore.errors import AuditFailed, InvalidArgument
 from kvstore.hit import Hit, Match, Writing
 from kvstore.keys import Extra, Keys, TokenIds, make_keys
@@ -54,8 +55,7 @@ def open(  # the verb users know; the builtin is not used here  # noqa: A001
         lock_memory=lock_memory,
         log_evictions=log_evictions,
     )
-    if not isinstance(spec, BlockSpec):
-        raise InvalidArgument(f"spec is {type(spec).__name__}; pass a kvstore.BlockSpec")
+    _check_spec(spec)
     node = _core.Node(
         dram_bytes=options.dram_bytes,
         lock_memory=lock_memory,
@@ -65,27 +65,66 @@ def open(  # the verb users know; the builtin is not used here  # noqa: A001
         copy_threads=copy_threads,
         log_evictions=log_evictions,
     )
-    return Store(spec, node, options)
+    return Store(spec, _attach(node, spec), options)
+
+
+def connect(
+    address: str,
+    spec: BlockSpec,
+    *,
+    token: str | bytes | Path | None = None,
+    timeout_s: float = 1.0,
+    transport: str = "auto",
+    connections: int = 4,
+    copy_threads: int = 0,
+) -> Store:
+    """A store in another process, a `kvstore node`; its calls are those of an embedded one.
+
+    `address`: "10.0.0.5:7400", "[::1]:7400", or the path of the node's unix socket. Options:
+    `kvstore.ConnectOptions`. Raises InvalidArgument, NodeUnavailable (nobody there in time) and
+    NodeRefused (wrong token, no version in common, stopping).
+    """
+    options = ConnectOptions(
+        token=token,
+        timeout_s=timeout_s,
+        transport=transport,
+        connections=connections,
+        copy_threads=copy_threads,
+    )
+    _check_spec(spec)
+    if not isinstance(address, str) or not address:
+        raise InvalidArgument(
+            f'address={show(address)}; use text: "HOST:PORT", or the path of a unix socket'
+        )
+    return Store(spec, _connect(address, spec, options), options)
 
 
 class Store:
-    """Blocks of one namespace. Made by `kvstore.open`; a context manager that closes itself."""
+    """Blocks of one namespace. Made by `kvstore.open` and `kvstore.connect`; a context manager that
+    closes itself.
+    """
 
-    def __init__(self, spec: BlockSpec, node: _core.Node, options: StoreOptions) -> None:
+    def __init__(
+        self, spec: BlockSpec, native: _core.Store, options: StoreOptions | ConnectOptions
+    ) -> None:
         self.spec = spec
         self.options = options
-        self._native = _core.Store(node, spec.namespace_id, spec.parts.part_bytes)
+        self._native = native
+        self._place = native.place()
+        self._transport = native.transport()
         self._transfers = Transfers(self._native)
         self._close = weakref.finalize(self, _close_native, self._native, os.getpid())
 
     def attach(self, spec: BlockSpec) -> Store:
         """A store of another namespace over the same memory (another model, adapter or tenant).
 
-        The memory lives until all of them are closed.
+        The memory of `kvstore.open` lives until all of them are closed; a connected store connects
+        once more.
         """
-        if not isinstance(spec, BlockSpec):
-            raise InvalidArgument(f"spec is {type(spec).__name__}; pass a kvstore.BlockSpec")
-        return Store(spec, self._native.node(), self.options)
+        _check_spec(spec)
+        if isinstance(self.options, ConnectOptions):
+            return Store(spec, _connect(self._place, spec, self.options), self.options)
+        return Store(spec, _attach(self._native.node(), spec), self.options)
 
     def close(self) -> None:
         """Ends transfers, grants and leases; views live on until the last of them is gone."""
@@ -312,6 +351,11 @@ class Store:
 
     # ---- looking in
 
+    @property
+    def transport(self) -> str:
+        """The way to the blocks: "local" (in this process), "shm" or "tcp"."""
+        return self._native.transport()
+
     def list(self) -> list[Listed]:
         """The namespace's blocks, in no order."""
         return [
@@ -338,13 +382,19 @@ class Store:
 
     def evicted(self) -> Keys:
         """Keys evicted since the last call, in order. Needs `log_evictions=True`."""
+        if isinstance(self.options, ConnectOptions):
+            raise InvalidArgument("a node does not log its evictions; an embedded store can")
         if not self.options.log_evictions:
             raise InvalidArgument("evictions are not logged; open with log_evictions=True")
         return Keys(self._native.evicted())
 
     def __repr__(self) -> str:
         state = "open" if self._close.alive else "closed"
-        return f"Store({self.spec.model!r}, dram={self.options.dram!r}, {state})"
+        if isinstance(self.options, ConnectOptions):
+            where = f"{self._place!r}, {self._transport}"
+        else:
+            where = f"dram={self.options.dram!r}"
+        return f"Store({self.spec.model!r}, {where}, {state})"
 
     # ---- arguments
 
@@ -371,6 +421,28 @@ class Store:
                 f"ranks={ranks!r}; use 1, or the spec's world_size ({self.spec.world_size})"
             )
         return ranks
+
+
+def _attach(node: _core.Node, spec: BlockSpec) -> _core.Store:
+    return _core.Store(node, spec.namespace_id, spec.parts.part_bytes)
+
+
+def _connect(address: str, spec: BlockSpec, options: ConnectOptions) -> _core.Store:
+    return _core.connect(
+        address,
+        parse_token(options.token),
+        spec.canonical(),
+        spec.parts.part_bytes,
+        options.transport,
+        options.connections,
+        options.copy_threads,
+        int(options.timeout_s * 1e9),
+    )
+
+
+def _check_spec(spec: BlockSpec) -> None:
+    if not isinstance(spec, BlockSpec):
+        raise InvalidArgument(f"spec is {type(spec).__name__}; pass a kvstore.BlockSpec")
 
 
 def _close_native(native: _core.Store, owner: int) -> None:
