@@ -1,14 +1,15 @@
 // What the kernel's sockets give without a store: the base that bench/wire.py compares with.
 //
-//   probe serve PATH BYTES         listens on 127.0.0.1 and on the unix socket PATH, prints the port
-//   probe drive PORT PATH BYTES    connects to both and does what standard input asks, a line each:
+//   probe serve PATH BYTES        listens on 127.0.0.1 and on the unix socket PATH, prints the port
+//   probe drive PORT PATH BYTES   connects to both and does what standard input asks, a line each:
 //     stream acked|free BLOCK_BYTES BATCH COUNT, then COUNT numbers of blocks of the source and
 //         COUNT of the target             -> seconds
 //     trips tcp|unix REQUEST_BYTES REPLY_BYTES COUNT     -> nanoseconds of each, in one line
 //
 // A stream sends blocks of a source of BYTES into their places in a target of BYTES, a checksum for
-// each part on both sides while its bytes are in the cache, and compares them. "acked": a byte comes
-// back for each batch, as a call returns; "free": one at the end. Both processes have one thread.
+// each part on both sides while its bytes are in the cache, and compares them. "acked": a byte
+// comes back for each batch, as a call returns; "free": one at the end. Both processes have one
+// thread.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

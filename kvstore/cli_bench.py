@@ -120,10 +120,10 @@ def _print_report(report: BenchReport) -> None:
         table.add_row(*_row(figures))
     Console().print(table)
     print(
-        f"ratio: of this machine's memcpy by one thread, {report.memcpy_gb_per_s:.2f} GB/s; for tcp "
-        f"of a\nbare stream over loopback, {report.loopback_gb_per_s:.2f} GB/s. "
-        f"Medians of {report.rounds} rounds.\n"
-        f"Calls: p50 / p90 / p99. {size_text(report.verified_bytes)} came back and were checked."
+        f"ratio: of memcpy by one thread, {report.memcpy_gb_per_s:.2f} GB/s here; for tcp of a\n"
+        f"bare stream over loopback, {report.loopback_gb_per_s:.2f} GB/s here. Medians of "
+        f"{report.rounds} rounds;\ncalls: p50 / p90 / p99. "
+        f"{size_text(report.verified_bytes)} came back and were checked."
     )
 
 

@@ -76,8 +76,8 @@ class BenchOptions:
                 raise InvalidArgument(f"{name}={getattr(self, name)}; use 1 to {most:,}")
         if self.block_bytes < 1 or self.blocks < self.threads:
             raise InvalidArgument(
-                f"total_bytes={self.total_bytes} is no block of {self.block_bytes} bytes for each "
-                f"of {self.threads} threads; use a larger total"
+                f"a total of {self.total_bytes:,} bytes has no block of {self.block_bytes:,} for "
+                f"each of {self.threads} threads; use a larger total"
             )
         if self.connect is not None and self.transport == "local":
             raise InvalidArgument("transport local is a store in this process; drop connect")
@@ -294,29 +294,48 @@ def _pool_bytes(block_bytes: int, blocks: int) -> int:
 
 def stream_s(source: Uint8Array, target: Uint8Array) -> float:
     """Seconds to send `source` to `target` over TCP on loopback, from one thread to another."""
-    data, room = memoryview(source.reshape(-1)), memoryview(target.reshape(-1))
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        sender = socket.create_connection(listener.getsockname(), TIMEOUT_S)
-        receiver, _ = listener.accept()
-    with closing(sender), closing(receiver):
-        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            sender = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+            receiver, _ = listener.accept()
+        with closing(sender), closing(receiver):
+            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            receiver.settimeout(TIMEOUT_S)
+            return _stream_s(sender, source.reshape(-1).data, receiver, target.reshape(-1).data)
+    except OSError as error:
+        raise KvstoreError(f"no TCP stream over loopback to compare with: {error}") from None
 
-        def send() -> None:
+
+def _stream_s(
+    sender: socket.socket, data: memoryview, receiver: socket.socket, room: memoryview
+) -> float:
+    errors: list[OSError] = []
+
+    def send() -> None:
+        try:
             for first in range(0, len(data), STREAM_PIECE):
                 sender.sendall(data[first : first + STREAM_PIECE])
+        except OSError as error:  # raised again in the caller's thread
+            errors.append(error)
+            receiver.shutdown(socket.SHUT_RDWR)
 
-        thread = threading.Thread(target=send)
-        began = time.perf_counter()
-        thread.start()
-        done = 0
+    thread = threading.Thread(target=send)
+    began = time.perf_counter()
+    thread.start()
+    done = 0
+    try:
         while done < len(room):
             got = receiver.recv_into(room[done : done + STREAM_PIECE])
             if got == 0:
-                raise KvstoreError("the loopback stream ended early")
+                raise ConnectionError("the other end closed")
             done += got
-        seconds = time.perf_counter() - began
+        return time.perf_counter() - began
+    finally:
+        if done < len(room):
+            sender.shutdown(socket.SHUT_RDWR)  # ends the other thread
         thread.join()
-    return seconds
+        if errors:
+            raise errors[0]
 
 
 class _Bench:
@@ -422,7 +441,7 @@ class _Bench:
                     began = time.perf_counter()
                     result = call(keys, blocks)
                     times[place].append(time.perf_counter() - began)
-                    if not result.count(kvstore.Status.OK) == len(keys):
+                    if result.count(kvstore.Status.OK) != len(keys):
                         raise KvstoreError(
                             f"blocks were not transferred: {result}; has the node room for "
                             f"{self.options.total_bytes:,} bytes beside what others put?"
@@ -437,11 +456,15 @@ class _Bench:
             for thread in threads:
                 thread.start()
             run(0)
+            for thread in threads:
+                thread.join()
+            seconds = time.perf_counter() - began
         finally:
+            self.stop.set()  # after an interrupt
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-        seconds = time.perf_counter() - began
+            self.stop.clear()
         if errors:
             raise errors[0]
         return seconds, [each for place in times for each in place]
