@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import time
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.sim.bench import process_cpu_s
+
 HERE = Path(__file__).resolve().parent
 Order = npt.NDArray[np.int64]
-
-
-def process_cpu_s(pid: int) -> float:
-    """Seconds of processor time a process of ours has used, all its threads."""
-    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of it
 
 
 class Probe:

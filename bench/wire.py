@@ -15,9 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +24,12 @@ from pathlib import Path
 
 import numpy as np
 from limits import Copies, memcpy_blocks, slices
-from probe import Order, Probe, process_cpu_s
+from probe import Order, Probe
 
 import kvstore
 from kvstore import _core
+from kvstore.sim.bench import process_cpu_s
+from kvstore.sim.processes import NodeAddress, running_node
 
 MIB = 1 << 20
 TRANSPORTS = ("shm", "tcp")
@@ -70,37 +69,18 @@ class Row:
 class Node:
     """A `kvstore node` process; `connect` to it."""
 
-    def __init__(self, folder: Path, dram: int) -> None:
-        self.token = secrets.token_hex(16)
-        token_file = folder / "token"
-        token_file.unlink(missing_ok=True)
-        with open(os.open(token_file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            file.write(self.token)
-        self.socket = str(folder / "node.sock")
-        command = [
-            *(sys.executable, "-m", "kvstore", "node"),
-            *("--listen", "127.0.0.1:0", "--socket", self.socket, "--dram", str(dram)),
-            *("--token-file", str(token_file), "--reserve-blocks", "1"),
-        ]
-        self.log = open(folder / "node.log", "w+")  # noqa: SIM115 - closed with the node
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=folder
-        )
-        assert self.process.stdout
-        self.address = self.process.stdout.readline().strip()
-        if not self.address:
-            self.process.wait()
-            self.log.seek(0)
-            raise SystemExit(f"the node did not start:\n{self.log.read()}")
+    def __init__(self, address: NodeAddress, socket: str, pid: int) -> None:
+        self.address = address
+        self.socket = socket
+        self.pid = pid
 
-    def connect(self, spec: kvstore.BlockSpec, transport: str, threads: int = 0) -> kvstore.Store:
+    def connect(self, spec: kvstore.BlockSpec, transport: str) -> kvstore.Store:
         """A store over one transport, once the node's memory is there."""
         store = kvstore.connect(
-            self.socket if transport == "shm" else self.address,
+            self.socket if transport == "shm" else self.address.address,
             spec,
-            token=self.token,
+            token=self.address.token,
             transport=transport,
-            copy_threads=threads,
             timeout_s=60,
         )
         if store.transport != transport:
@@ -110,28 +90,15 @@ class Node:
 
     def cpu_s(self) -> float:
         """Processor time of the node so far."""
-        return process_cpu_s(self.process.pid)
-
-    def close(self) -> None:
-        """Stops it, and fails if it ended badly."""
-        self.process.terminate()
-        code = self.process.wait(timeout=60)
-        assert self.process.stdout
-        self.process.stdout.close()
-        self.log.seek(0)
-        log = self.log.read()
-        self.log.close()
-        if code != 0:
-            raise SystemExit(f"the node ended with {code}:\n{log}")
+        return process_cpu_s(self.pid)
 
 
 @contextmanager
 def node_of(folder: Path, dram: int) -> Iterator[Node]:
-    node = Node(folder, dram)
-    try:
-        yield node
-    finally:
-        node.close()
+    socket = str(folder / "node.sock")
+    memory = ("--dram", str(dram), "--reserve-blocks", "1", "--socket", socket)
+    with running_node(folder, *memory) as (address, child):
+        yield Node(address, socket, child.process.pid)
 
 
 @dataclass

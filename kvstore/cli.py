@@ -22,7 +22,9 @@ from kvstore.cli_bench import bench_app
 from kvstore.cli_node import node_command
 from kvstore.cli_shared import (
     EXIT_WRONG_BYTES,
+    Connect,
     Json,
+    TokenFile,
     exits,
     note,
     parse_size,
@@ -30,7 +32,9 @@ from kvstore.cli_shared import (
     progress_bar,
     size_text,
 )
+from kvstore.config import parse_token
 from kvstore.errors import InvalidArgument
+from kvstore.sim.processes import NodeAddress, replay_by_processes
 from kvstore.sim.replay import Percentiles, ReplayOptions, ReplayReport, pool_size, replay
 from kvstore.sim.workload import (
     Request,
@@ -60,6 +64,15 @@ BlockBytes = Annotated[
         metavar="SIZE",
         show_default="64KiB",
         help="Of a block: 4096, 64KiB, 1MiB.",
+    ),
+]
+Clients = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="1: in this process, exact and in order. More: as many processes, over a node of "
+        "their own or that of --connect.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed makes the same trace.")]
@@ -112,18 +125,24 @@ def demo(
     capacity_blocks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Blocks of memory in the second replay.")
     ] = 1_500,
+    clients: Clients = 1,
+    connect: Connect = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a made trace through a store in this process, twice: with memory for
-    everything, then with little. Every byte read is checked.
+    """Replay a made trace, twice: with memory for everything, then with little. Every
+    byte read is checked.
 
     \b
     Examples:
       kvstore demo                              some seconds, half a GiB of memory
       kvstore demo --seed 7 --capacity-blocks 500
       kvstore demo --requests 5000 --block-bytes 4KiB --json
+      kvstore demo --clients 4                  four processes and a node
+      kvstore demo --connect 127.0.0.1:7400     once, with the memory of that node
     """
     with exits(TOO_LARGE):
+        node = _node(connect, token_file)
         trace = make_trace(seed, requests)
         summary = summarize(trace)
         note(
@@ -134,10 +153,14 @@ def demo(
             _replay(
                 trace,
                 ReplayOptions(
-                    block_bytes=block_bytes, capacity_blocks=capacity, generation=generation
+                    block_bytes=block_bytes,
+                    capacity_blocks=capacity,
+                    clients=clients,
+                    generation=generation,
                 ),
+                node,
             )
-            for generation, capacity in enumerate((0, capacity_blocks))
+            for generation, capacity in enumerate((0, capacity_blocks) if node is None else (0,))
         ]
         if as_json:
             print_json(
@@ -147,7 +170,7 @@ def demo(
                 }
             )
         else:
-            _print_reports(f"kvstore demo (seed {seed})", reports)
+            _print_reports(f"kvstore demo (seed {seed})", reports, node)
             print("Try next: kvstore trace make my.jsonl.gz, then kvstore replay my.jsonl.gz")
         _end(reports)
 
@@ -166,12 +189,7 @@ def replay_command(
             "0: room for every block of the trace.",
         ),
     ] = 0,
-    clients: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Threads over the one store. 1 is exact and in order."
-        ),
-    ] = 1,
+    clients: Clients = 1,
     speed: Annotated[
         float,
         typer.Option(
@@ -181,22 +199,26 @@ def replay_command(
             "the trace. 0: as fast as it goes, without pauses.",
         ),
     ] = 0.0,
+    connect: Connect = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a trace (.jsonl or .jsonl.gz) through a store in this process, one put per
-    request after one prefix match and read. Every byte read is checked.
+    """Replay a trace (.jsonl or .jsonl.gz), one put per request after one prefix match and
+    read. Every byte read is checked.
 
     \b
     Examples:
       kvstore replay my.jsonl.gz
       kvstore replay my.jsonl.gz --block-bytes 4KiB --capacity-blocks 10000
-      kvstore replay my.jsonl.gz --clients 4
+      kvstore replay my.jsonl.gz --clients 4    four processes and a node
+      kvstore replay my.jsonl.gz --connect 127.0.0.1:7400 --clients 4
       kvstore replay my.jsonl.gz --speed 60     an hour of trace in a minute
       KVSTORE_TRACES=/data/traces kvstore replay conversation_trace.jsonl.gz
 
     Exit code 1 means that bytes came back wrong; 2 that it could not run as asked.
     """
     with exits(TOO_LARGE):
+        node = _node(connect, token_file)
         options = ReplayOptions(
             block_bytes=block_bytes,
             capacity_blocks=capacity_blocks,
@@ -205,16 +227,14 @@ def replay_command(
         )
         path = _find_trace(trace, folder)
         rows = list(read_trace(path))
-        size = pool_size(options, summarize(rows))
-        note(
-            f"{path}: {len(rows):,} requests; blocks of {size_text(block_bytes)}, "
-            f"a pool of {size_text(size.dram_bytes)}"
-        )
-        report = _replay(rows, options)
+        pool = size_text(pool_size(options, summarize(rows)).dram_bytes)
+        where = f"a pool of {pool}" if node is None else f"the node at {node.address}"
+        note(f"{path}: {len(rows):,} requests; blocks of {size_text(block_bytes)}, {where}")
+        report = _replay(rows, options, node)
         if as_json:
             print_json({"trace": str(path), **report.as_dict()})
         else:
-            _print_reports(path.name, [report])
+            _print_reports(path.name, [report], node)
         _end([report])
 
 
@@ -278,11 +298,28 @@ def _exists(path: Path) -> bool:
         raise InvalidArgument(f"{path}: {error.strerror or error}") from None
 
 
-def _replay(trace: Sequence[Request], options: ReplayOptions) -> ReplayReport:
-    capacity = options.capacity_blocks
-    title = f"{capacity:,} blocks" if capacity else "unlimited"
-    with progress_bar(title, len(trace)) as advance:
-        return replay(trace, options, progress=advance)
+def _replay(
+    trace: Sequence[Request], options: ReplayOptions, node: NodeAddress | None
+) -> ReplayReport:
+    """By one client in this process, unless there are several, or a node is named."""
+    with progress_bar(_title(options.capacity_blocks, node), len(trace)) as advance:
+        if options.clients == 1 and node is None:
+            return replay(trace, options, progress=advance)
+        return replay_by_processes(trace, options, progress=advance, node=node)
+
+
+def _title(capacity_blocks: int, node: NodeAddress | None) -> str:
+    if node is not None:
+        return node.address
+    return f"{capacity_blocks:,} blocks" if capacity_blocks else "unlimited"
+
+
+def _node(address: str | None, token_file: Path | None) -> NodeAddress | None:
+    if address is None:
+        if token_file is not None:
+            raise InvalidArgument("--token-file without --connect; name the node")
+        return None
+    return NodeAddress(address, parse_token(token_file))
 
 
 def _find_trace(trace: str | None, folder: Path | None) -> Path:
@@ -348,19 +385,23 @@ def _print_summary(name: str, summary: TraceSummary) -> None:
     Console().print(table)
 
 
-def _print_reports(title: str, reports: Sequence[ReplayReport]) -> None:
+def _print_reports(
+    title: str, reports: Sequence[ReplayReport], node: NodeAddress | None = None
+) -> None:
     table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for report in reports:
-        capacity = report.capacity_blocks
-        table.add_column(f"{capacity:,} blocks" if capacity else "unlimited", justify="right")
+        table.add_column(_title(report.capacity_blocks, node), justify="right")
     columns = [_report_rows(report) for report in reports]
     for label in columns[0]:
         table.add_row(label, *(column[label] for column in columns))
     Console().print(table)
     print(f"Times are p50 / p90 / p99 of a call. Blocks of {size_text(reports[0].block_bytes)}.")
     if reports[0].clients > 1:
-        print(f"{reports[0].clients} clients: hit ratios depend on how their requests interleave.")
+        print(
+            f"{reports[0].clients} clients over {reports[0].transport}: hit ratios depend on how "
+            "their requests\ninterleave."
+        )
     if reports[0].speed:
         print(
             f"Sent at {reports[0].speed:g} x trace time, the requests of one tick spread evenly "

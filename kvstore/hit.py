@@ -24,7 +24,7 @@ class Match:
     """
 
     __slots__ = (
-        *("_array", "_asked", "_hit", "_native", "_skip_blocks", "_spec", "_timeout_ns"),
+        *("_array", "_asked", "_hit", "_native", "_place", "_skip_blocks", "_spec", "_timeout_ns"),
         "blocks",
     )
 
@@ -32,6 +32,7 @@ class Match:
         self,
         spec: BlockSpec,
         native: _core.Store,
+        place: str,
         array: npt.NDArray[np.uint8],
         skip_blocks: int,
         matched: int,
@@ -39,6 +40,7 @@ class Match:
     ) -> None:
         self._spec = spec
         self._native = native
+        self._place = place
         self._asked = matched >= 0
         blocks = max(matched, 0)
         self._array = array[: skip_blocks + blocks]
@@ -57,7 +59,7 @@ class Match:
         """Length of the run per node, by its address ("local" in process). Empty if no node could
         be asked, which is a miss otherwise.
         """
-        return {self._native.place(): self.blocks} if self._asked else {}
+        return {self._place: self.blocks} if self._asked else {}
 
     if not TYPE_CHECKING:  # type checkers know what a match has
 

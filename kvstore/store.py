@@ -65,7 +65,7 @@ def open(  # the verb users know; the builtin is not used here  # noqa: A001
         copy_threads=copy_threads,
         log_evictions=log_evictions,
     )
-    return Store(spec, _attach(node, spec), options)
+    return Store(spec, _attach(node, spec), options, "local")
 
 
 def connect(
@@ -96,7 +96,7 @@ def connect(
         raise InvalidArgument(
             f'address={show(address)}; use text: "HOST:PORT", or the path of a unix socket'
         )
-    return Store(spec, _connect(address, spec, options), options)
+    return Store(spec, _connect(address, spec, options), options, address)
 
 
 class Store:
@@ -105,13 +105,16 @@ class Store:
     """
 
     def __init__(
-        self, spec: BlockSpec, native: _core.Store, options: StoreOptions | ConnectOptions
+        self,
+        spec: BlockSpec,
+        native: _core.Store,
+        options: StoreOptions | ConnectOptions,
+        place: str,
     ) -> None:
         self.spec = spec
         self.options = options
         self._native = native
-        self._place = native.place()
-        self._transport = native.transport()
+        self._place = place  # the node's address, "local" in process
         self._transfers = Transfers(self._native)
         self._close = weakref.finalize(self, _close_native, self._native, os.getpid())
 
@@ -123,8 +126,10 @@ class Store:
         """
         _check_spec(spec)
         if isinstance(self.options, ConnectOptions):
-            return Store(spec, _connect(self._place, spec, self.options), self.options)
-        return Store(spec, _attach(self._native.node(), spec), self.options)
+            native = _connect(self._place, spec, self.options)
+        else:
+            native = _attach(self._native.node(), spec)
+        return Store(spec, native, self.options, self._place)
 
     def close(self) -> None:
         """Ends transfers, grants and leases; views live on until the last of them is gone."""
@@ -213,7 +218,8 @@ class Store:
         return self._match(array, skip_blocks, matched)
 
     def _match(self, array: npt.NDArray[np.uint8], skip_blocks: int, matched: int) -> Match:
-        return Match(self.spec, self._native, array, skip_blocks, matched, self._timeout_ns(None))
+        timeout_ns = self._timeout_ns(None)
+        return Match(self.spec, self._native, self._place, array, skip_blocks, matched, timeout_ns)
 
     def redeem(self, ticket: bytes) -> Hit | None:
         """The blocks behind a ticket (`Hit.ticket`) under leases of this store's own; None if the
@@ -391,7 +397,7 @@ class Store:
     def __repr__(self) -> str:
         state = "open" if self._close.alive else "closed"
         if isinstance(self.options, ConnectOptions):
-            where = f"{self._place!r}, {self._transport}"
+            where = f"{self._place!r}, {self.transport if self._close.alive else '-'}"
         else:
             where = f"dram={self.options.dram!r}"
         return f"Store({self.spec.model!r}, {where}, {state})"

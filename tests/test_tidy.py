@@ -47,7 +47,10 @@ PYTHON_LAYERS = {
     "store": ["hit", "transfer", "store"],
     "node": ["node_options", "node"],
     "public": [""],
-    "sim": ["sim", "sim.workload", "sim.checkers", "sim.replay", "sim.bench"],
+    "sim": [
+        *("sim", "sim.workload", "sim.checkers", "sim.client", "sim.replay", "sim.processes"),
+        "sim.bench",
+    ],
     "cli": ["cli_shared", "cli_node", "cli_bench", "cli", "__main__"],
 }
 

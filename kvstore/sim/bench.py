@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,12 +27,13 @@ from kvstore import _core
 from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.keys import Keys, keys_from_ids
 from kvstore.sim.checkers import Uint8Array, check_payload, make_payload
+from kvstore.sim.processes import running_node
 from kvstore.sim.replay import Percentiles
 from kvstore.spec import BlockSpec
 
 TRANSPORTS: Final = ("local", "shm", "tcp")
 OPERATIONS: Final = ("put", "get")
-TIMEOUT_S: Final = 10.0  # of a call, and of a node's start and end
+TIMEOUT_S: Final = 10.0  # of a call
 STREAM_PIECE: Final = 1 << 20
 POISON: Final = 0xA5  # what a target holds before it is filled
 REMOVE_KEYS: Final = 4096  # in one call
@@ -138,66 +137,9 @@ class BenchReport:
         return {"ok": self.ok, **asdict(self)}
 
 
-# ---- a node of one's own -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class NodeProcess:
-    """A `kvstore node` that runs, and how to reach it."""
-
-    address: str
-    socket: str
-    token_file: Path
-    pid: int
-
-
-StartNode = Callable[[int], AbstractContextManager[NodeProcess]]
-
-
-@contextmanager
-def start_node(dram_bytes: int) -> Iterator[NodeProcess]:
-    """A node process on loopback, with a secret of its own. It ends with the `with`, at the latest
-    with this process: its stdin is a pipe from here.
-    """
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name, ExitStack() as stack:
-        folder = Path(name)
-        token_file = folder / "token"
-        token_file.touch(0o600)
-        token_file.write_text(secrets.token_hex(32))
-        log = stack.enter_context(open(folder / "log", "w+"))
-        command = [
-            *(sys.executable, "-m", "kvstore", "node", "--stop-on-eof"),
-            *("--listen", "127.0.0.1:0", "--socket", str(folder / "node.sock")),
-            *("--token-file", str(token_file), "--dram", str(dram_bytes)),
-            *("--reserve-blocks", "1"),
-        ]
-        process = stack.enter_context(
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        )
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            if not address:
-                process.wait(TIMEOUT_S)
-                log.seek(0)
-                raise KvstoreError(f"the node did not start: {log.read().strip()}")
-            yield NodeProcess(address, str(folder / "node.sock"), token_file, process.pid)
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(TIMEOUT_S)
-        finally:
-            if process.poll() is None:
-                process.kill()
-
-
 def process_cpu_s(pid: int) -> float:
     """Seconds of processor time of another process of this user, all its threads."""
     return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes it of a pid
-
-
-# ---- measuring -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -229,7 +171,6 @@ def measure(
     options: BenchOptions,
     *,
     progress: Callable[[], None] | None = None,
-    node: StartNode = start_node,
 ) -> BenchReport:
     """Runs it. `progress` is called `rounds + 1` times for each of `options.transports`.
 
@@ -238,7 +179,7 @@ def measure(
     """
     spec = BlockSpec(model="kvstore bench", block_bytes=options.block_bytes)
     with ExitStack() as stack:
-        routes = _open_routes(options, spec, stack, node)
+        routes = _open_routes(options, spec, stack)
         bench = _Bench(options, spec)
         stack.callback(bench.remove_all, routes)
         for number in range(options.rounds + 1):
@@ -254,23 +195,25 @@ def measure(
     return bench.report(routes)
 
 
-def _open_routes(
-    options: BenchOptions, spec: BlockSpec, stack: ExitStack, node: StartNode
-) -> list[_Route]:
+def _open_routes(options: BenchOptions, spec: BlockSpec, stack: ExitStack) -> list[_Route]:
+    """Stores over each transport, on a node that is started here unless one was named."""
     dram = _pool_bytes(options.block_bytes, options.blocks)
-    started: NodeProcess | None = None
+    addresses = dict.fromkeys(options.transports, options.connect)
+    token: Path | bytes | None = options.token_file
+    pid: int | None = None
     if options.connect is None and options.transport != "local":
-        started = stack.enter_context(node(dram))
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-"))
+        socket_path = str(Path(name, "node.sock"))
+        memory = ("--dram", str(dram), "--reserve-blocks", "1", "--socket", socket_path)
+        node, child = stack.enter_context(running_node(Path(name), *memory))
+        addresses |= {"tcp": node.address, "shm": socket_path}
+        token, pid = node.token, child.process.pid
     routes = []
     for transport in options.transports:
-        pid = None
         if transport == "local":
             store = kvstore.open(spec, dram=dram, timeout_s=TIMEOUT_S, reserve_blocks=1)
         else:
-            address, token = options.connect, options.token_file
-            if started is not None:
-                address = started.socket if transport == "shm" else started.address
-                token, pid = started.token_file, started.pid
+            address = addresses[transport]
             assert address is not None
             store = kvstore.connect(
                 address, spec, token=token, transport=transport, timeout_s=TIMEOUT_S
@@ -279,7 +222,8 @@ def _open_routes(
         if not store.settle(TIMEOUT_S):
             raise KvstoreError(f"the memory was not there in {TIMEOUT_S:g} s")
         tallies = {operation: _Tally() for operation in OPERATIONS}
-        routes.append(_Route(store.transport, store, pid, tallies))
+        node_pid = None if transport == "local" else pid
+        routes.append(_Route(store.transport, store, node_pid, tallies))
     return routes
 
 

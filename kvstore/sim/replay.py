@@ -1,46 +1,32 @@
 """Replays a trace through an embedded store and checks every byte that comes back.
 
 Per request, in order: keys from its `hash_ids` (a partial last block included), `match_prefix`, a
-read of what matched, the check, then a put that names the whole chain and sends what was missing.
-
-Who owns what: `replay` opens the store and closes it on every way out. Each client is one thread
-with one buffer of the longest chain; they share nothing but the store, the progress call and a stop
-flag. One client runs in the caller's thread, in trace order: its figures are exact.
-The clocks are here; `workload` has none.
+read of what matched, the check, then a put that names the whole chain and sends what was missing
+(`client`). One client in trace order: its figures are exact. `replay` opens the store and closes it
+on every way out. `processes` has several clients, in processes of their own, over one node.
+The clocks are here and in `client`; `workload` has none.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 import kvstore
 from kvstore import _core
-from kvstore.errors import InvalidArgument, KvstoreError, NotEnoughMemory
-from kvstore.keys import keys_from_ids
-from kvstore.sim.checkers import (
-    OrphanCounter,
-    Uint8Array,
-    Uint64Array,
-    check_payload,
-    first_difference,
-    make_payload,
-)
+from kvstore.errors import InvalidArgument
+from kvstore.sim.checkers import OrphanCounter
+from kvstore.sim.client import MISMATCHES_MAX, Client, Mismatch, Tally, Task, Work
 from kvstore.sim.workload import BLOCK_TOKENS, Request, TraceSummary, summarize
 from kvstore.spec import BlockSpec
-from kvstore.types import Status
 
-POISON: Final = 0xA5  # a target is filled with it, so bytes that were not written show
-MISMATCHES_MAX: Final = 10  # described in a report; all are counted
 UNLIMITED_RESERVE: Final = 1  # the smallest; 0 would let the store choose one
-SETTLE_TIMEOUT_S: Final = 30.0
 CLIENTS_MAX: Final = 256
 
 
@@ -50,7 +36,7 @@ class ReplayOptions:
 
     block_bytes: int = 64 << 10  # bytes of each 512-token block; real KV has more, ratios are equal
     capacity_blocks: int = 0  # blocks left before each lookup once the pool is full; 0 = unlimited
-    clients: int = 1  # threads over the one store; the turns of a chat stay on one, in order
+    clients: int = 1  # more are processes over one node; the turns of a chat stay on one, in order
     speed: float = 0.0  # trace seconds per second; 0 = as fast as possible
     generation: int = 0  # written into every payload; tells two replays apart
 
@@ -78,19 +64,6 @@ class PoolSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """One block that came back wrong; `expected` and `got` are hex, from the first wrong byte."""
-
-    request: int
-    key_index: int
-    hash_id: int
-    offset: int
-    expected: str
-    got: str
-    wrong_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Percentiles:
     """Of `count` calls, in microseconds; zeros where there was none."""
 
@@ -109,6 +82,7 @@ class ReplayReport:
     block_bytes: int
     capacity_blocks: int
     clients: int
+    transport: str  # "local", or how the clients reached the node: "shm", "tcp"
     speed: float
     requests: int
     blocks: int
@@ -126,7 +100,7 @@ class ReplayReport:
     get: Percentiles
     put: Percentiles
     evictions: int
-    orphaned: int | None  # evictions that left a child behind; None: several clients, not counted
+    orphaned: int | None  # evictions that left a child behind; None: over a node, not counted
     blocks_left: int
     verified_bytes: int
     wrong_bytes: int
@@ -211,6 +185,25 @@ def deal(requests: Sequence[Request], clients: int) -> list[list[int]]:
     return dealt
 
 
+def plan(
+    requests: Sequence[Request], options: ReplayOptions, summary: TraceSummary, salt: bytes = b""
+) -> tuple[Work, list[list[Task]]]:
+    """What all clients have in common, and the tasks of each."""
+    work = Work(
+        block_bytes=options.block_bytes,
+        generation=options.generation,
+        settle=options.capacity_blocks > 0,
+        chain_blocks_max=summary.chain_blocks_max,
+        salt=salt.hex(),
+    )
+    due_s = due_times_s(requests, options.speed) if options.speed else None
+    tasks = [
+        Task(index, due_s[index] if due_s else None, request.input_length, request.hash_ids)
+        for index, request in enumerate(requests)
+    ]
+    return work, [[tasks[index] for index in dealt] for dealt in deal(requests, options.clients)]
+
+
 class OpenStore(Protocol):
     """The seam to the store under test: `kvstore.open`, or something faulty."""
 
@@ -230,207 +223,40 @@ def replay(
 ) -> ReplayReport:
     """Replays a trace through a new embedded store and reports; the store is closed on return.
 
-    `progress` is called after each request, from any client's thread. Wrong bytes do not raise:
-    see `ReplayReport.ok`. Raises InvalidArgument for an empty trace, NotEnoughMemory if this
-    machine lacks the memory, and whatever the store raises.
+    `progress` is called after each request. Wrong bytes do not raise: see `ReplayReport.ok`.
+    Raises InvalidArgument for an empty trace, NotEnoughMemory if this machine lacks the memory, and
+    whatever the store raises.
     """
+    if options.clients != 1:
+        raise InvalidArgument("an embedded store has one client; several are processes over a node")
     summary = summarize(requests)
     size = pool_size(options, summary)
-    spec = BlockSpec(
-        model="trace replay", block_tokens=BLOCK_TOKENS, block_bytes=options.block_bytes
-    )
+    work, (tasks,) = plan(requests, options, summary)
     with open_store(
-        spec,
+        work.spec,
         dram=size.dram_bytes,
         reserve_blocks=size.reserve_blocks,
-        log_evictions=options.clients == 1,
+        log_evictions=True,
     ) as store:
-        run = _Run(requests, options, summary, spec, store, progress or (lambda: None))
-        _drive(run)
-        wall_s = time.perf_counter() - run.start_s
-        run.settle()
+        advance = progress or (lambda: None)
+        orphans = OrphanCounter()
+        client = Client(store, work, lambda _: advance(), orphans)
+        start_s = time.perf_counter()
+        tally = client.run(tasks)
+        wall_s = time.perf_counter() - start_s
+        client.settle()
         store.audit()
         usage = store.usage()
-    return _report(run, usage, wall_s)
-
-
-class _Run:
-    """What the clients of one replay share."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        options: ReplayOptions,
-        summary: TraceSummary,
-        spec: BlockSpec,
-        store: Any,
-        progress: Callable[[], None],
-    ) -> None:
-        self.requests = requests
-        self.options = options
-        self.summary = summary
-        self.spec = spec
-        self.store = store
-        self.progress = progress
-        self.due_s = due_times_s(requests, options.speed) if options.speed else None
-        self.stop = threading.Event()
-        # Puts and evictions of several clients have no one order to count in.
-        self.orphans = OrphanCounter() if options.clients == 1 else None
-        self.clients = [_Client(self, dealt) for dealt in deal(requests, options.clients)]
-        self.start_s = time.perf_counter()
-
-    def settle(self) -> None:
-        """Waits until exactly `capacity_blocks` are left, if the pool has been full."""
-        if not self.store.settle(timeout=SETTLE_TIMEOUT_S):
-            raise KvstoreError(f"eviction did not catch up in {SETTLE_TIMEOUT_S:g} s")
-        if self.orphans is not None:
-            self.orphans.evicted(self.store.evicted())
-
-
-@dataclass(slots=True)
-class _Tally:
-    hit_blocks: int = 0
-    hit_tokens: int = 0
-    written_blocks: int = 0
-    wrong_bytes: int = 0
-    late_s: float = 0.0
-    match_s: list[float] = field(default_factory=list)
-    get_s: list[float] = field(default_factory=list)
-    put_s: list[float] = field(default_factory=list)
-    unread: Counter[str] = field(default_factory=Counter)
-    unstored: Counter[str] = field(default_factory=Counter)
-    mismatches: list[Mismatch] = field(default_factory=list)
-
-
-class _Client:
-    """One thread's requests, buffer and figures."""
-
-    def __init__(self, run: _Run, dealt: list[int]) -> None:
-        self.run = run
-        self.dealt = dealt
-        self.tally = _Tally()
-        self.error: BaseException | None = None
-        shape = (run.summary.chain_blocks_max, run.options.block_bytes)
-        try:
-            self.buffer: Uint8Array = np.empty(shape, dtype=np.uint8)
-        except MemoryError as error:
-            raise NotEnoughMemory(
-                f"no memory for a client's buffer of {shape[0]} blocks of {shape[1]} bytes"
-            ) from error
-
-    def run_all(self) -> None:
-        for index in self.dealt:
-            self._wait_until_due(index)
-            if self.run.stop.is_set():
-                return
-            self._request(index)
-            self.run.progress()
-
-    def run_thread(self) -> None:
-        try:
-            self.run_all()
-        except BaseException as error:  # raised again in the caller's thread
-            self.error = error
-            self.run.stop.set()
-
-    def _wait_until_due(self, index: int) -> None:
-        if self.run.due_s is None:
-            return
-        early_s = self.run.due_s[index] - (time.perf_counter() - self.run.start_s)
-        if early_s > 0:
-            self.run.stop.wait(min(early_s, threading.TIMEOUT_MAX))
-        else:
-            self.tally.late_s = max(self.tally.late_s, -early_s)
-
-    def _request(self, index: int) -> None:
-        request = self.run.requests[index]
-        store, tally = self.run.store, self.tally
-        ids = np.array(request.hash_ids, dtype=np.uint64)
-        keys = keys_from_ids(self.run.spec, ids)
-        if self.run.options.capacity_blocks:
-            self.run.settle()
-
-        start_s = time.perf_counter()
-        match = store.match_prefix(keys)
-        tally.match_s.append(time.perf_counter() - start_s)
-        num_hit = self._read(match, index, ids) if match.blocks else 0
-        tally.hit_blocks += num_hit
-        tally.hit_tokens += min(num_hit * BLOCK_TOKENS, request.input_length)
-
-        blocks = self.buffer[num_hit : len(ids)]
-        make_payload(
-            ids[num_hit:],
-            self.run.options.block_bytes,
-            generation=self.run.options.generation,
-            out=blocks,
-        )
-        start_s = time.perf_counter()
-        result = store.put(keys, blocks, skip_blocks=num_hit)
-        tally.put_s.append(time.perf_counter() - start_s)
-        tally.written_blocks += result.stored
-        if self.run.orphans is not None:
-            self.run.orphans.stored(list(keys), num_hit, result)
-        if not result.ok:
-            tally.unstored.update(_names(result, Status.OK, Status.EXISTS))
-
-    def _read(self, match: Any, index: int, ids: Uint64Array) -> int:
-        """Reads what matched, checks it all, and returns the leading run that came back."""
-        self.buffer[: match.blocks].fill(POISON)
-        start_s = time.perf_counter()
-        with match as hit:
-            out = self.buffer[: hit.blocks]
-            result = hit.read(out)
-        self.tally.get_s.append(time.perf_counter() - start_s)
-        if not result.ok:
-            self.tally.unread.update(_names(result, Status.OK))
-        num_read = int(result.blocks)
-        self._check(out[:num_read], index, ids[:num_read])
-        return num_read
-
-    def _check(self, got: Uint8Array, index: int, ids: Uint64Array) -> None:
-        generation = self.run.options.generation
-        for wrong in check_payload(got, ids, generation=generation).tolist():
-            difference = first_difference(got[wrong], int(ids[wrong]), generation=generation)
-            assert difference is not None  # check_payload just saw it
-            self.tally.wrong_bytes += difference.wrong_bytes
-            if len(self.tally.mismatches) < MISMATCHES_MAX:
-                self.tally.mismatches.append(
-                    Mismatch(
-                        index,
-                        wrong,
-                        int(ids[wrong]),
-                        difference.offset,
-                        difference.expected.hex(),
-                        difference.got.hex(),
-                        difference.wrong_bytes,
-                    )
-                )
-
-
-def _drive(run: _Run) -> None:
-    """Runs all clients to their end; on any failure or interrupt all stop first, then it raises."""
-    run.start_s = time.perf_counter()
-    if len(run.clients) == 1:
-        run.clients[0].run_all()
-        return
-    threads = [threading.Thread(target=client.run_thread) for client in run.clients]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        run.stop.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    for client in run.clients:
-        if client.error is not None:
-            raise client.error
-
-
-def _names(statuses: Iterable[Status], *fine: Status) -> Counter[str]:
-    return Counter(str(status) for status in statuses if status not in fine)
+    return make_report(
+        options,
+        summary,
+        [tally],
+        transport="local",
+        evictions=int(usage.evictions),
+        orphaned=orphans.orphaned,
+        blocks_left=int(usage.blocks),
+        wall_s=wall_s,
+    )
 
 
 def _percentiles(seconds: list[float]) -> Percentiles:
@@ -446,9 +272,18 @@ def _rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
     return sum(amount / spent for amount, spent in pairs if spent > 0) / 1e9
 
 
-def _report(run: _Run, usage: Any, wall_s: float) -> ReplayReport:
-    options, summary = run.options, run.summary
-    tallies = [client.tally for client in run.clients]
+def make_report(
+    options: ReplayOptions,
+    summary: TraceSummary,
+    tallies: Sequence[Tally],
+    *,
+    transport: str,
+    evictions: int,
+    orphaned: int | None,
+    blocks_left: int,
+    wall_s: float,
+) -> ReplayReport:
+    """The figures of all clients in one."""
     hit_blocks = sum(tally.hit_blocks for tally in tallies)
     hit_tokens = sum(tally.hit_tokens for tally in tallies)
     read = [tally.hit_blocks * options.block_bytes for tally in tallies]
@@ -460,6 +295,7 @@ def _report(run: _Run, usage: Any, wall_s: float) -> ReplayReport:
         block_bytes=options.block_bytes,
         capacity_blocks=options.capacity_blocks,
         clients=options.clients,
+        transport=transport,
         speed=options.speed,
         requests=summary.requests,
         blocks=summary.blocks,
@@ -476,9 +312,9 @@ def _report(run: _Run, usage: Any, wall_s: float) -> ReplayReport:
         match=_percentiles([each for tally in tallies for each in tally.match_s]),
         get=_percentiles([each for tally in tallies for each in tally.get_s]),
         put=_percentiles([each for tally in tallies for each in tally.put_s]),
-        evictions=int(usage.evictions),
-        orphaned=None if run.orphans is None else run.orphans.orphaned,
-        blocks_left=int(usage.blocks),
+        evictions=evictions,
+        orphaned=orphaned,
+        blocks_left=blocks_left,
         verified_bytes=sum(read),
         wrong_bytes=sum(tally.wrong_bytes for tally in tallies),
         unread_blocks=dict(sum((tally.unread for tally in tallies), Counter())),
