@@ -50,6 +50,15 @@ py::bytes to_bytes(const std::vector<Status>& statuses) {
   return {reinterpret_cast<const char*>(statuses.data()), statuses.size()};
 }
 
+int64_t match_or_not(Transport& transport, const std::vector<BlockKey>& keys, size_t skip,
+                     uint16_t ranks) {
+  try {
+    return static_cast<int64_t>(transport.match(keys, skip, ranks));
+  } catch (const std::system_error&) {
+    return -1;
+  }
+}
+
 py::tuple to_python(const PutOutcome& outcome) {
   if (outcome.stale) {
     raise_error(
@@ -162,6 +171,19 @@ Store::Store(const std::shared_ptr<Node>& node, const std::string& digest, uint6
   } catch (const std::length_error& full) {
     raise_error("KvstoreError", full.what());
   }
+  start_transfers();
+}
+
+Store::Store(std::unique_ptr<Transport> transport, std::string place)
+    : pid_(getpid()),
+      place_(std::move(place)),
+      way_(transport->name()),
+      local_(transport->local()),
+      transport_(transport.release(), ForkAware{pid_}) {
+  start_transfers();
+}
+
+void Store::start_transfers() {
   try {
     transfers_ = std::shared_ptr<Transfers>(new Transfers(), ForkAware{pid_});
   } catch (const std::system_error& error) {
@@ -207,6 +229,8 @@ bool Store::inside_call() const {
 
 std::shared_ptr<Node> Store::node() {
   const Call call(*this);
+  if (node_ == nullptr)
+    raise_error("InvalidArgument", "the node of this store is another process; connect to it");
   return node_;
 }
 
@@ -217,7 +241,8 @@ Store::Call::Call(Store& store) : store_(store), outer_(innermost_) {
   store_.calls_.fetch_add(1);
   if (store_.closed_.load()) {
     store_.calls_.fetch_sub(1);
-    raise_error("StoreClosed", "the store is closed; open it again with kvstore.open(...)");
+    raise_error("StoreClosed",
+                "the store is closed; make another with kvstore.open(...) or kvstore.connect(...)");
   }
   innermost_ = this;
 }
@@ -286,12 +311,13 @@ py::tuple Store::get(const py::buffer& keys, const Buffers& buffers, int64_t tim
   return to_python(outcome, buffers.blocks());
 }
 
-size_t Store::match(const py::buffer& keys, size_t skip, uint16_t ranks) {
+int64_t Store::match(const py::buffer& keys, size_t skip, uint16_t ranks) {
   const Call call(*this);
   const std::vector<BlockKey> wanted = to_keys(keys);
   check_match(wanted.size(), skip, ranks);
-  size_t matched = 0;
-  without_gil_if(gives_up_lock(0), [&] { matched = transport_->match(wanted, skip, ranks); });
+  int64_t matched = 0;
+  without_gil_if(gives_up_lock(0),
+                 [&] { matched = match_or_not(*transport_, wanted, skip, ranks); });
   return matched;
 }
 
@@ -416,4 +442,5 @@ PYBIND11_MODULE(_core, m) {
       .def("evicted", &Store::evicted);
   kvstore::bind_views(m, store);
   kvstore::bind_async(m, store);
+  kvstore::bind_remote(m, store);
 }

@@ -74,6 +74,9 @@ bool wait_in_slices(Nanos deadline, Done&& done) {
 
 std::vector<BlockKey> to_keys(const pybind11::buffer& keys);
 Nanos deadline_after(int64_t timeout_ns);
+// -1 where the node cannot be asked.
+int64_t match_or_not(Transport& transport, const std::vector<BlockKey>& keys, size_t skip,
+                     uint16_t ranks);
 void check_match(size_t keys, size_t skip, uint16_t ranks);
 pybind11::bytes to_bytes(const std::vector<Status>& statuses);
 pybind11::tuple to_python(const PutOutcome& outcome);
@@ -104,6 +107,8 @@ struct PutArguments {
 class Store {
  public:
   Store(const std::shared_ptr<Node>& node, const std::string& digest, uint64_t part_bytes);
+  // A node elsewhere, at `place`.
+  Store(std::unique_ptr<Transport> transport, std::string place);
   ~Store();
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
@@ -130,7 +135,7 @@ class Store {
   pybind11::tuple put(const pybind11::buffer& keys, const Buffers& buffers, size_t skip, bool chain,
                       uint32_t version, const std::vector<std::string>& texts, int64_t timeout_ns);
   pybind11::tuple get(const pybind11::buffer& keys, const Buffers& buffers, int64_t timeout_ns);
-  size_t match(const pybind11::buffer& keys, size_t skip, uint16_t ranks);
+  int64_t match(const pybind11::buffer& keys, size_t skip, uint16_t ranks);  // -1: cannot be asked
   pybind11::bytes exists(const pybind11::buffer& keys);
   size_t apply(KeyOperation operation, const pybind11::buffer& keys);
   uint32_t clear();
@@ -166,6 +171,8 @@ class Store {
   bool gives_up_lock(uint64_t bytes) const { return bytes >= kShortCopyBytes || !local_; }
   pid_t pid() const { return pid_; }
   bool closed() const { return closed_.load(); }
+  const std::string& place() const { return place_; }
+  const std::string& way() const { return way_; }
 
  private:
   // What Python has lent to a transfer, and the object that stands for it there: kept until it is
@@ -182,8 +189,12 @@ class Store {
   bool inside_call() const;
   void finish_close();
 
+  void start_transfers();
+
   const pid_t pid_;
-  bool local_ = true;           // as transport_->local(), also after close()
+  std::string place_ = "local";
+  std::string way_ = "local";  // these two also after close()
+  bool local_ = true;
   std::shared_ptr<Node> node_;  // null where it is elsewhere
   std::shared_ptr<Transport> transport_;
   std::shared_ptr<Transfers> transfers_;
@@ -196,7 +207,8 @@ class Store {
 };
 
 using StoreClass = pybind11::class_<Store, std::shared_ptr<Store>>;
-void bind_views(pybind11::module_& m, StoreClass& store);  // leases and grants
-void bind_async(pybind11::module_& m, StoreClass& store);  // transfers
+void bind_views(pybind11::module_& m, StoreClass& store);   // leases and grants
+void bind_async(pybind11::module_& m, StoreClass& store);   // transfers
+void bind_remote(pybind11::module_& m, StoreClass& store);  // a node elsewhere, and serving one
 
 }  // namespace kvstore

@@ -130,9 +130,11 @@ std::shared_ptr<Transfer> Store::match_async(const py::buffer& keys, size_t skip
   std::vector<BlockKey> wanted = to_keys(keys);
   check_match(wanted.size(), skip, ranks);
   // In process a match is a few microseconds of table look-ups: done before any hand-over would be.
-  return submit([store = transport_, wanted = std::move(wanted), skip, ranks](
-                    Transfer& transfer) { transfer.matched = store->match(wanted, skip, ranks); },
-                transport_->local(), nullptr, owner);
+  return submit(
+      [store = transport_, wanted = std::move(wanted), skip, ranks](Transfer& transfer) {
+        transfer.matched = match_or_not(*store, wanted, skip, ranks);
+      },
+      transport_->local(), nullptr, owner);
 }
 
 py::list Store::drain() {

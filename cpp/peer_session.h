@@ -5,7 +5,9 @@
 // Owns: the local transport that acts for it. `end` gives back everything it holds.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,9 +34,20 @@ class PeerSession {
     leases_.emplace(name, std::move(leases));
     return name;
   }
-  void keep(std::shared_ptr<GrantBatch> grants) {
+  // A put begins, under the name its client has chosen. False: the name is in use, or its client
+  // has given it up already, on another connection that was quicker.
+  bool claim(const AttemptId& attempt) {
     const std::lock_guard lock(mutex_);
-    grants_.emplace(grants->id.high, std::move(grants));
+    if (std::ranges::find(given_up_, attempt) != given_up_.end()) return false;
+    return grants_.emplace(attempt.high, nullptr).second;
+  }
+  // False: it was given up between.
+  bool keep(std::shared_ptr<GrantBatch> grants) {
+    const std::lock_guard lock(mutex_);
+    const auto at = grants_.find(grants->id.high);
+    if (at == grants_.end()) return false;
+    at->second = std::move(grants);
+    return true;
   }
   std::shared_ptr<LeaseBatch> leases(uint64_t name) const {
     const std::lock_guard lock(mutex_);
@@ -44,7 +57,7 @@ class PeerSession {
   std::shared_ptr<GrantBatch> grants(const AttemptId& attempt) const {
     const std::lock_guard lock(mutex_);
     const auto at = grants_.find(attempt.high);
-    return at == grants_.end() || at->second->id != attempt ? nullptr : at->second;
+    return is(at, attempt) ? at->second : nullptr;
   }
   std::shared_ptr<LeaseBatch> take_leases(uint64_t name) {
     const std::lock_guard lock(mutex_);
@@ -54,19 +67,31 @@ class PeerSession {
     leases_.erase(at);
     return leases;
   }
+  // What is not there yet is given up before it comes.
   std::shared_ptr<GrantBatch> take_grants(const AttemptId& attempt) {
     const std::lock_guard lock(mutex_);
     const auto at = grants_.find(attempt.high);
-    if (at == grants_.end() || at->second->id != attempt) return nullptr;
+    if (!is(at, attempt)) {
+      if (at != grants_.end() && at->second == nullptr) grants_.erase(at);
+      given_up_.push_back(attempt);
+      if (given_up_.size() > kGivenUpMax) given_up_.pop_front();
+      return nullptr;
+    }
     auto grants = std::move(at->second);
     grants_.erase(at);
     return grants;
   }
 
  private:
+  static constexpr size_t kGivenUpMax = 256;
+  using Grants = std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>>;
+  bool is(Grants::const_iterator at, const AttemptId& attempt) const {
+    return at != grants_.end() && at->second != nullptr && at->second->id == attempt;
+  }
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<LeaseBatch>> leases_;
-  std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>> grants_;  // by the attempt's high half
+  Grants grants_;                   // by the attempt's high half; null: being reserved
+  std::deque<AttemptId> given_up_;  // names nobody will put under
 };
 
 }  // namespace kvstore

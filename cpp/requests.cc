@@ -216,6 +216,11 @@ Outcome settle(const RequestContext& context, const wire::Settle& message, Nanos
   return outcome;
 }
 
+Outcome leave(const RequestContext& context, const wire::Leave&) {
+  context.session->store.end();
+  return answer_with(wire::Left{});
+}
+
 Outcome verify(const RequestContext& context, const wire::Verify& message) {
   return on_another_thread([context, lease = message.lease] {
     const auto leases = context.session->leases(lease);
@@ -330,6 +335,8 @@ Outcome serve(const RequestContext& context, const wire::FrameHeader& header,
       return with(body, context, usage);
     case Type::kAudit:
       return with(body, context, audit);
+    case Type::kLeave:
+      return with(body, context, leave);
     case Type::kSettle:
       return with<wire::Settle>(body, [&](const auto& m) { return settle(context, m, now); });
     default:

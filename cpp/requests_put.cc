@@ -28,7 +28,8 @@ PutRequest put_request(const wire::Reserve& message, LocalStore& store) {
           message.lengths,
           message.texts,
           message.version == 0 ? store.version() : message.version,
-          message.chain};
+          message.chain,
+          message.attempt};
 }
 
 uint64_t sum(std::span<const Sink::Piece> pieces) {
@@ -86,8 +87,10 @@ Outcome granted_in_time(const RequestContext& context, const std::shared_ptr<Gra
 Outcome serve_reserve(const RequestContext& context, const wire::Reserve& message, Nanos now) {
   LocalStore& store = context.session->store;
   if (!well_formed(message, store.pool_bytes())) return refused("a put that is none");
+  if (message.attempt == AttemptId{} || !context.session->claim(message.attempt))
+    return refused("a put by a name that is in use, or was given up");
   auto grants = store.reserve(put_request(message, store), {});
-  context.session->keep(grants);
+  if (!context.session->keep(grants)) store.commit(*grants, 0, Status::kCancelled);
   return granted_in_time(context, grants, message.chain, message.wait_ns, now);
 }
 
@@ -190,7 +193,9 @@ Outcome serve_commit(const RequestContext& context, const wire::Commit& message)
   unknown.known = false;
   const auto grants = context.session->take_grants(message.attempt);
   if (grants == nullptr) return answer_with(unknown);
-  const auto damaged = settle_checksums(*grants, message.end, context.maps_memory, message.parts);
+  std::vector<size_t> damaged;
+  if (context.session->store.session().close_to_writers(*grants))
+    damaged = settle_checksums(*grants, message.end, context.maps_memory, message.parts);
   return answer(put_done(context.session->store, *grants, message.end, message.otherwise, damaged));
 }
 
@@ -203,6 +208,7 @@ Outcome serve_put(const RequestContext& context, wire::Reserve message, uint64_t
   if (!well_formed(message, store.pool_bytes()) || total != payload_bytes ||
       payload_bytes > wire::kInlineBytesMax || message.parts.size() != message.lengths.size())
     return refused("an inline put that is none");
+  message.attempt = {};  // it ends with its connection: nobody needs to name it
   const auto grants = store.reserve(put_request(message, store), {});
   if (!store.session().begin_write(*grants)) return refused("a put of a session that is over");
   Outcome outcome;

@@ -54,6 +54,7 @@ class Segment {
   const char* pages() const { return pages_; }  // "hugetlb", "transparent huge" or "4 KiB"
   int data_fd() const { return data_fd_; }
   int header_fd() const { return header_fd_; }
+  uint64_t header_bytes() const { return header_bytes_; }
 
  private:
   Segment() = default;

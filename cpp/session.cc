@@ -30,7 +30,8 @@ Session::~Session() { end(); }
 
 std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos now) {
   auto batch = std::make_shared<GrantBatch>();
-  batch->id = {limits_.random(), limits_.random()};
+  batch->id = request.attempt == AttemptId{} ? AttemptId{limits_.random(), limits_.random()}
+                                             : request.attempt;
   batch->version = request.version;
   batch->part_bytes = part_bytes_;
   batch->deadline = now + limits_.grant;
@@ -153,6 +154,12 @@ void Session::end_write(GrantBatch& batch) {
     if (--batch.writing > 0 || !batch.given_up) return;
   }
   abort(batch.id);
+}
+
+bool Session::close_to_writers(GrantBatch& batch) {
+  const std::lock_guard lock(mutex_);
+  batch.given_up = true;
+  return batch.writing == 0;
 }
 
 // ---- lookup → read → release -------------------------------------------------------------------
@@ -297,19 +304,43 @@ uint64_t Session::stuck_bytes(Nanos now) const {
   return bytes;
 }
 
+// Ends copying leases, or all; what is being read goes with its last reader.
+// REQUIRES: mutex_ held.
+void Session::let_go_of(bool views) {
+  std::vector<std::shared_ptr<LeaseBatch>> ending;
+  for (const auto& [id, batch] : leases_) {
+    if (views || batch->kind == LeaseKind::kCopying) ending.push_back(batch);
+  }
+  for (const auto& batch : ending) {
+    batch->release_asked = true;
+    if (batch->reading == 0) let_go(*batch, true);
+  }
+}
+
+void Session::end_copying() {
+  const std::lock_guard lock(mutex_);
+  let_go_of(false);
+}
+
+void Session::end_all() {
+  end();
+  const std::lock_guard lock(mutex_);
+  let_go_of(true);
+}
+
+bool Session::holds_memory() const {
+  const std::lock_guard lock(mutex_);
+  return !grants_.empty() || std::ranges::any_of(leases_, [](const auto& named) {
+    return named.second->kind == LeaseKind::kView;
+  });
+}
+
 void Session::end() {
   std::vector<AttemptId> attempts;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [high, batch] : grants_) attempts.push_back(batch->id);
-    std::vector<std::shared_ptr<LeaseBatch>> copying;
-    for (const auto& [id, batch] : leases_) {
-      if (batch->kind == LeaseKind::kCopying) copying.push_back(batch);
-    }
-    for (const auto& batch : copying) {
-      batch->release_asked = true;
-      if (batch->reading == 0) let_go(*batch, true);
-    }
+    let_go_of(false);
   }
   for (const AttemptId& attempt : attempts) abort(attempt);
 }

@@ -8,7 +8,7 @@
 //
 // Threads: any; one mutex a session, taken before the table's. No clock in here: `now` is an
 //   argument.
-// Owns: what it names. end() gives back everything but views.
+// Owns: what it names. end() gives back everything but views, end_all() those too.
 #pragma once
 
 #include <cstdint>
@@ -72,6 +72,7 @@ struct PutRequest {
   uint32_t version = 0;
   bool chain =
       true;  // later blocks are useless without earlier ones: stop at the first that finds no room
+  AttemptId attempt{};  // zero: the session chooses one; else it is not in use
 };
 
 // Blocks under lease. Items are constant; `reading` and `ended` are guarded by the session.
@@ -120,6 +121,8 @@ class Session {
   // are on their way into them. A commit meanwhile is refused.
   bool begin_write(GrantBatch& batch);
   void end_write(GrantBatch& batch);
+  // Nobody begins to write from now on. False: somebody is at it, and the put ends with them.
+  bool close_to_writers(GrantBatch& batch);
 
   // ---- get: lookup → read → release
   // Leases every key that is held; with `run`, only the leading run; with `begin_read` as if that
@@ -143,6 +146,11 @@ class Session {
   size_t revoke_overdue(Nanos now);
   uint64_t stuck_bytes(Nanos now) const;
   void end();
+  // The peer cannot be reached: what it only copies by is let go.
+  void end_copying();
+  // The peer is dead: views too.
+  void end_all();
+  bool holds_memory() const;  // of grants or views
 
   uint64_t num_granted() const;  // blocks
   Nanos first_lapse() const;     // earliest deadline of a copying lease; kNever: none
@@ -152,6 +160,7 @@ class Session {
   Status commit_item(const GrantBatch& batch, GrantBatch::Item& item, std::vector<uint32_t> parts);
   bool grant_items(GrantBatch& batch, bool chain);
   void let_go(LeaseBatch& batch, bool revoked);
+  void let_go_of(bool views);
   void keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now);
 
   Blocks& blocks_;

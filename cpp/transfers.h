@@ -31,7 +31,7 @@ struct Transfer {
   // Results; constant once done.
   PutOutcome put;
   GetOutcome get;
-  size_t matched = 0;
+  int64_t matched = 0;  // -1: the node could not be asked
 };
 
 class Transfers {

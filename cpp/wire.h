@@ -75,8 +75,10 @@ enum class Type : uint16_t {
   kAuditIs,
   kSettle,
   kSettled,
+  kLeave,
+  kLeft,
 };
-inline constexpr uint16_t kTypesEnd = static_cast<uint16_t>(Type::kSettled) + 1;
+inline constexpr uint16_t kTypesEnd = static_cast<uint16_t>(Type::kLeft) + 1;
 
 struct FrameHeader {
   Type type{};
@@ -146,10 +148,11 @@ struct Welcome {
   uint64_t header_bytes = 0;  // of the memory passed beside this; zero: none was
   uint64_t view_bytes_max = 0;
   bool taken_over = false;
+  std::string socket;  // path of the node's unix socket, for clients on its machine; may be empty
   template <class C>
   void fields(C& c) {
-    c(session)(epoch)(
-        namespace_version)(lease_ns)(pool_bytes)(header_bytes)(view_bytes_max)(taken_over);
+    c(session)(epoch)(namespace_version)(lease_ns)(pool_bytes)(header_bytes);
+    c(view_bytes_max)(taken_over)(socket);
   }
 };
 

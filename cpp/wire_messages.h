@@ -42,6 +42,8 @@ using Clear = Bare<Type::kClear>;
 using List = Bare<Type::kList>;
 using Usage = Bare<Type::kUsage>;
 using Audit = Bare<Type::kAudit>;
+using Leave = Bare<Type::kLeave>;  // ends the session's grants and copying leases
+using Left = Bare<Type::kLeft>;
 
 struct Match {
   static constexpr Type kType = Type::kMatch;
@@ -81,9 +83,11 @@ struct Held {
   }
 };
 
-// A put's reservation; in kPut the blocks' bytes follow as payload.
+// A put's reservation; in kPut the blocks' bytes follow as payload. The client names the attempt,
+// so that it can give up what it never heard the answer of.
 struct Reserve {
   static constexpr Type kType = Type::kReserve;
+  AttemptId attempt;
   std::vector<BlockKey> keys;
   uint32_t skip = 0;
   std::vector<uint64_t> lengths;
@@ -94,6 +98,7 @@ struct Reserve {
   std::vector<std::vector<uint32_t>> parts;  // kPut: checksums a block
   template <class C>
   void fields(C& c) {
+    c(attempt);
     c.list(keys);
     c(skip);
     c.list(lengths, kBatchBlocksMax);

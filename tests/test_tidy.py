@@ -27,14 +27,19 @@ CPP_LAYERS = {
     "values": ["status", "types", "crc32c", "sha256", "chain", "memory"],
     "memory": ["segment", "pool", "pool_audit", "policy", "copier", "loans"],
     "table": ["stripe", "blocks", "evict", "scrub"],
-    "wire": ["wire_codec", "wire", "wire_messages"],
+    "wire": ["wire_codec", "wire", "wire_messages", "sockets"],
     "session": ["session"],
     "node": ["node"],
-    "transports": ["transport", "copy_blocks", "transport_local", "transfers"],
+    "client": ["link", "mapping", "remote"],
+    "transports": [
+        *("transport", "copy_blocks", "transport_local", "transfers"),
+        *("transport_remote", "transport_tcp", "transport_shm"),
+    ],
     "serving": ["peer_session", "requests", "requests_parts", "requests_put"],
+    "server": ["peers", "connection", "loop", "server"],
     "bindings": [
         *("bindings_arrays", "bindings_memory", "bindings_keys"),
-        *("bindings", "bindings_async", "bindings_views"),
+        *("bindings", "bindings_async", "bindings_views", "bindings_remote"),
     ],
 }
 
@@ -57,10 +62,15 @@ PYTHON_LAYERS = {
 # Who includes what of the outside world. C++'s own headers have no ".h"; every other one is here.
 VENDOR_HEADERS = {
     r"pybind11/\w+\.h|Python\.h|cxxabi\.h": r"bindings\w*\.(h|cc)",
-    r"sys/(mman|resource|syscall)\.h|fcntl\.h|linux/capability\.h": r"segment\.cc",
-    r"unistd\.h": r"(segment|transfers|node)\.cc|bindings\w*\.(h|cc)",
-    r"sys/eventfd\.h": r"transfers\.cc",
-    r"sys/random\.h": r"node\.cc",
+    r"sys/(mman|resource|syscall|stat)\.h|fcntl\.h": r"(segment|mapping|sockets)\.cc",
+    r"linux/capability\.h": r"segment\.cc",
+    r"(sys/(socket|un)|netinet/\w+|arpa/inet|netdb|dirent)\.h": r"sockets\.cc",
+    r"sys/(types|uio)\.h": r"sockets\.h",
+    r"(sys/epoll|pthread)\.h": r"(loop|sockets)\.cc",
+    r"poll\.h": r"(sockets|peers)\.cc",
+    r"unistd\.h": r"(segment|transfers|node|mapping|sockets|loop|server)\.cc|bindings\w*\.(h|cc)",
+    r"sys/eventfd\.h": r"(transfers|loop|server)\.cc",
+    r"sys/random\.h": r"(node|sockets)\.cc",
     r"(immintrin|cpuid|arm_acle|arm_neon|sys/auxv)\.h": r"(crc32c|sha256)\.cc",
 }
 

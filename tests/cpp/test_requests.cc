@@ -83,6 +83,7 @@ struct Peer {
 
   wire::Reserve reservation(uint32_t first, const std::vector<uint64_t>& lengths) {
     wire::Reserve message;
+    message.attempt = {++attempts, 77};
     message.keys = keys_of(first, static_cast<uint32_t>(lengths.size()));
     message.lengths = lengths;
     return message;
@@ -91,6 +92,7 @@ struct Peer {
   std::shared_ptr<Node> node;
   RequestContext context;
   Bytes received;
+  uint64_t attempts = 0;
 };
 
 }  // namespace

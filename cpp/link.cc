@@ -1,0 +1,111 @@
+#include "link.h"
+
+#include <thread>
+
+namespace kvstore {
+namespace {
+
+constexpr Nanos kSpin = kMillisecond / 20;  // before sleeping, where cores are free
+
+iovec piece_of(const void* data, size_t bytes) {
+  return {const_cast<void*>(data), bytes};  // the kernel only reads what is sent
+}
+
+}  // namespace
+
+std::unique_ptr<Link> Link::open(const Wanted& wanted, const Patience& patience, Io* failed,
+                                 std::string* error, wire::Why* why) {
+  Socket socket = connect_to(wanted.address, patience, error);
+  if (!socket) {
+    *failed =
+        patience.cancelled != nullptr && patience.cancelled->load() ? Io::kCancelled : Io::kLost;
+    *error = wanted.address.text() + ": " + *error;
+    return nullptr;
+  }
+  std::unique_ptr<Link> link(new Link(std::move(socket)));
+  *failed = link->greet(wanted, patience);
+  if (*failed == Io::kDone) return link;
+  *error = wanted.address.text() + ": ";
+  if (*failed == Io::kRefused) {
+    *error += link->refusal_;
+    if (why != nullptr) *why = link->why_;
+  } else {
+    *error += *failed == Io::kLost ? "the connection ended before the node had said who it is"
+                                   : "no answer in time";
+  }
+  return nullptr;
+}
+
+Io Link::greet(const Wanted& wanted, const Patience& patience) {
+  wire::Hello hello = wanted.hello;
+  random_bytes(hello.nonce);
+  wire::Challenge challenge;
+  Io io = ask(hello, &challenge, patience);
+  if (io != Io::kDone) return io;
+  if (!wire::equal(challenge.proof, wire::prove(wanted.token, true, hello, challenge))) {
+    refusal_ = "the node does not know this client's token, or is no node of this cluster";
+    return Io::kRefused;
+  }
+  if (wanted.only_epoch != 0 && challenge.epoch != wanted.only_epoch) {
+    refusal_ = "another node listens there";
+    why_ = wire::Why::kSession;
+    return Io::kRefused;
+  }
+  const wire::Proof proof{wire::prove(wanted.token, false, hello, challenge)};
+  takes_descriptors_ = hello.wants_memory;
+  io = ask(proof, &welcome_, patience);
+  takes_descriptors_ = false;
+  if (io == Io::kDone && welcome_.epoch != challenge.epoch) return Io::kLost;
+  return io;
+}
+
+Io Link::send(wire::Type type, const std::vector<uint8_t>& body, uint64_t payload_bytes,
+              const Patience& patience) {
+  wire::FrameHeader header;
+  header.type = type;
+  header.body_bytes = static_cast<uint32_t>(body.size());
+  header.payload_bytes = payload_bytes;
+  header.request = ++said_;
+  std::array<uint8_t, wire::kHeaderBytes> head;
+  wire::encode(header, head);
+  iovec pieces[] = {piece_of(head.data(), head.size()), piece_of(body.data(), body.size())};
+  return send_all(socket_.fd(), pieces, patience);
+}
+
+Io Link::send_payload(std::span<iovec> pieces, const Patience& patience) {
+  return send_all(socket_.fd(), pieces, patience);
+}
+
+Io Link::receive_payload(std::span<iovec> pieces, const Patience& patience) {
+  return receive_all(socket_.fd(), pieces, patience);
+}
+
+Io Link::receive(wire::Type expected, const Patience& patience) {
+  static const bool may_spin = std::thread::hardware_concurrency() > 2;
+  if (may_spin && spin_paid_) spin_paid_ = spin_for_input(socket_.fd(), kSpin);
+  const Nanos began = may_spin && !spin_paid_ ? monotonic_now() : 0;
+  std::array<uint8_t, wire::kHeaderBytes> head;
+  iovec piece = piece_of(head.data(), head.size());
+  std::vector<Socket>* const descriptors = takes_descriptors_ ? &descriptors_ : nullptr;
+  Io io = receive_all(socket_.fd(), {&piece, 1}, patience, descriptors);
+  if (io != Io::kDone) return io;
+  if (began != 0) spin_paid_ = monotonic_now() - began < kSpin;
+  const auto header = wire::decode_header(head, wire::kBodyBytesMax);
+  if (!header) return Io::kLost;
+  header_ = *header;
+  body_.resize(header_.body_bytes);
+  piece = piece_of(body_.data(), body_.size());
+  io = receive_all(socket_.fd(), {&piece, 1}, patience, descriptors);
+  if (io != Io::kDone) return io;
+  if (header_.type == wire::Type::kRefusal) {
+    const auto refusal = wire::decode<wire::Refusal>(body_);
+    refusal_ = refusal ? refusal->message : "refused without a reason";
+    if (refusal) why_ = refusal->why;
+    return Io::kRefused;
+  }
+  heard_ = header_.request;
+  const bool in_order = header_.request <= said_ && header_.type == expected;
+  return in_order ? Io::kDone : Io::kLost;
+}
+
+}  // namespace kvstore
