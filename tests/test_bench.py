@@ -2,10 +2,13 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,9 @@ import pytest
 import kvstore
 from kvstore import cli
 from kvstore.errors import InvalidArgument, KvstoreError
+from kvstore.sim import bench
 from kvstore.sim.bench import BenchOptions, BenchReport, measure, process_cpu_s, stream_s
+from kvstore.sim.processes import running_node
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 KIB = 1 << 10
@@ -149,6 +154,93 @@ def test_an_error_in_a_thread_ends_them_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kvstore.Store, "put", failing)
     with pytest.raises(KvstoreError, match="this one"):
         small(threads=3)
+
+
+# ---- over a node ---------------------------------------------------------------------------------
+
+
+def test_all_transports_are_measured_and_the_node_is_stopped(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    pids = []
+    cpu_s = bench.process_cpu_s
+    monkeypatch.setattr(bench, "process_cpu_s", lambda pid: pids.append(pid) or cpu_s(pid))
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert value["verified_bytes"] == 3 * 3 * 256 * KIB
+    found = {(each["transport"], each["operation"]): each for each in value["figures"]}
+    assert list(found) == [(way, op) for way in ("local", "shm", "tcp") for op in ("put", "get")]
+    for (transport, _), figures in found.items():
+        assert figures["base"] == ("loopback" if transport == "tcp" else "memcpy")
+        if transport == "local":
+            assert figures["node_cpu_s_per_gb"] is None
+        else:
+            assert figures["node_cpu_s_per_gb"] > 0
+    (pid,) = set(pids)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_node_is_stopped_after_an_error(monkeypatch: pytest.MonkeyPatch):
+    started = []
+
+    def remember(folder: Path, *arguments: str) -> Any:
+        started.append(folder)
+        return running_node(folder, *arguments)
+
+    monkeypatch.setattr(bench, "running_node", remember)
+    monkeypatch.setattr(kvstore.Store, "remove", lambda _, keys: len(keys))
+    with pytest.raises(KvstoreError, match="8 exists"):
+        small(transport="shm")
+    (folder,) = started
+    assert not folder.exists()
+    assert not [each for each in commands() if str(folder) in each]
+
+
+def commands() -> list[str]:
+    """Of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # ended meanwhile
+            found.append(path.read_text(errors="replace"))
+    return found
+
+
+def test_a_node_that_runs_is_measured_and_left_as_it_was(run: Run, tmp_path: Path):
+    with running_node(tmp_path, "--dram", "16MiB", "--socket", str(tmp_path / "sock")) as (node, _):
+        secret = tmp_path / "secret"
+        secret.touch(0o600)
+        secret.write_bytes(node.token)
+        with kvstore.connect(node.address, bench.spec_of(4 * KIB), token=secret) as store:
+            store.put(["mine"], [bytes(4 * KIB)])
+            for arguments, transport in (
+                ((node.address, "--transport", "tcp"), "tcp"),
+                ((node.address,), "shm"),  # what a client chooses on the same machine
+                ((tmp_path / "sock", "--op", "get"), "shm"),
+            ):
+                done = run("--token-file", secret, "--json", "--connect", *arguments)
+                assert done.returncode == 0, done.stderr
+                figures = json.loads(done.stdout)["figures"]
+                assert {each["transport"] for each in figures} == {transport}
+                assert all(each["node_cpu_s_per_gb"] is None for each in figures)
+            assert [each.text for each in store.list()] == ["mine"]
+
+        done = run("--connect", node.address)  # without the secret
+        assert done.returncode == 2
+        assert "token" in done.stderr
+        done = run("--connect", node.address, "--token-file", secret, "--total", "64MiB")
+        assert done.returncode == 2
+        assert "has the node room" in done.stderr
+
+
+def test_nobody_there_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    done = run("--connect", address)
+    assert done.returncode == 2
+    assert address in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # ---- the command ---------------------------------------------------------------------------------
