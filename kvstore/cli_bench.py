@@ -24,7 +24,7 @@ from kvstore.cli_shared import (
 from kvstore.sim.bench import BenchOptions, BenchReport, TransferFigures, measure
 from kvstore.sim.replay import Percentiles
 
-TOO_LARGE = "Try a smaller --total: it is taken four times."
+TOO_LARGE = "Try a smaller --total: it is taken up to four times."
 
 bench_app = typer.Typer(
     help="Measure a store beside what this machine can do.",
@@ -96,6 +96,10 @@ def bench_transfer(
             rounds=rounds,
             connect=connect,
             token_file=token_file,
+        )
+        note(
+            f"{options.blocks:,} blocks of {size_text(block_bytes)}, "
+            f"{size_text(options.memory_bytes)} of memory in all"
         )
         with progress_bar("bench", (rounds + 1) * len(options.transports)) as advance:
             report = measure(options, progress=advance)

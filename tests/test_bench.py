@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,36 @@ def test_a_node_that_runs_is_measured_and_left_as_it_was(run: Run, tmp_path: Pat
         assert "has the node room" in done.stderr
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupting_stops_the_node_and_exits_130():
+    options = ("--transport", "tcp", "--rounds", "10000", "--total", "1MiB")
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvstore", "bench", "transfer", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (child := children.read_text().strip()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert not Path(f"/proc/{child}").exists()
+
+
 def test_nobody_there_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -249,7 +280,7 @@ def test_nobody_there_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
 def test_json_is_one_object(run: Run):
     done = run("--transport", "local", "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "64 blocks of 4 KiB, 768 KiB of memory in all\n"
     value = json.loads(done.stdout)
     assert value["ok"] is True
     assert value["figures"][1]["operation"] == "get"

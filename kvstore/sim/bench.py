@@ -49,7 +49,7 @@ class BenchOptions:
         chooses for that address.
     operation: "put", "get", or "both". Both run always, as one needs the other.
     batch: blocks of one call. threads: callers at once, each with its share of the blocks.
-    total_bytes: of all blocks. The memory is this four times: source, target, and two pools.
+    total_bytes: of all blocks. Source, target, and each pool of one's own have so many.
     rounds: counted ones; one that is not counted comes first.
     connect: address of a node that runs; None starts one where a transport needs it.
     token_file: its secret.
@@ -94,6 +94,12 @@ class BenchOptions:
         if self.transport != "all":
             return (self.transport,)
         return TRANSPORTS if self.connect is None else ("auto",)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes, about."""
+        starts_node = self.connect is None and self.transport != "local"
+        return self.total_bytes * (2 + ("local" in self.transports) + starts_node)
 
 
 @dataclass(frozen=True, slots=True)
