@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -255,13 +256,17 @@ def test_interrupting_stops_the_node_and_exits_130():
         while not (child := children.read_text().strip()):
             assert process.poll() is None
             time.sleep(0.01)
+        node = os.pidfd_open(int(child))
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert out == ""
     assert "interrupted" in err
     assert "Traceback" not in err
-    assert not Path(f"/proc/{child}").exists()
+    ended = select.poll()
+    ended.register(node, select.POLLIN)
+    assert ended.poll(30_000)
+    os.close(node)
 
 
 def test_nobody_there_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
