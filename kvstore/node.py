@@ -27,7 +27,7 @@ from typing import Final, TextIO
 from kvstore import _core
 from kvstore.config import parse_token, split_address
 from kvstore.errors import CannotListen
-from kvstore.node_options import NodeOptions, check_reach, io_threads, numa_cpus
+from kvstore.node_options import NodeOptions, check_reach, numa_cpus
 
 LOCK_TIMEOUT_S: Final = 5.0
 SOCKET_TIMEOUT_S: Final = 1.0
@@ -120,7 +120,7 @@ def _listen(
             listen=list(options.listen),
             socket=path,
             token=token,
-            io_threads=io_threads(options),
+            io_threads=options.io_threads,
             connections_max=options.connections_max,
         )
     return server, path
@@ -204,9 +204,10 @@ def _log_events(server: _core.Server, log: Log) -> None:
 def _socket_path(options: NodeOptions, environment: Mapping[str, str], log: Log) -> Iterator[str]:
     """The path to listen on, free of what nobody listens on any more; empty for none."""
     if options.socket is not None:
+        path = Path(options.socket).absolute()
         if options.socket:
-            _make_free(Path(options.socket))
-        yield options.socket
+            _make_free(path)
+        yield str(path) if options.socket else ""
         return
     folder = _own_folder(environment)
     with _locked(folder):  # who is about to listen there looks like one that died

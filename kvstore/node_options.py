@@ -63,7 +63,11 @@ class NodeOptions:
         self.store_options()
         for address in self.listen:
             split_address(address, "listen")
-        if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
+        for name in ("socket", "token_file"):
+            path = getattr(self, name) or ""
+            if "\0" in path:
+                raise InvalidArgument(f"{name}={show(path)} is no path: a zero byte is in it")
+        if len(os.fsencode(self.socket or "")) > SOCKET_PATH_BYTES_MAX:
             raise InvalidArgument(
                 f"socket={show(self.socket)} is longer than {SOCKET_PATH_BYTES_MAX} bytes; "
                 "use a shorter path"
@@ -227,8 +231,3 @@ def numa_cpus(number: int, nodes: Path = Path("/sys/devices/system/node")) -> se
             f"numa_node={number} has none of the CPUs this process may use, {sorted(allowed)}"
         )
     return cpus & allowed
-
-
-def io_threads(options: NodeOptions) -> int:
-    """As told, or one for every two CPUs, at most 8."""
-    return options.io_threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))

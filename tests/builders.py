@@ -94,3 +94,10 @@ def run_python(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         **options,
     )
+
+
+def write_private(path: Path, text: str, mode: int = 0o600) -> Path:
+    """A file of that text, by default for its owner alone."""
+    path.write_text(text)
+    path.chmod(mode)
+    return path

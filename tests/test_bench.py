@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import write_private
 
 import kvstore
 from kvstore import cli
@@ -210,9 +211,7 @@ def commands() -> list[str]:
 
 def test_a_node_that_runs_is_measured_and_left_as_it_was(run: Run, tmp_path: Path):
     with running_node(tmp_path, "--dram", "16MiB", "--socket", str(tmp_path / "sock")) as (node, _):
-        secret = tmp_path / "secret"
-        secret.touch(0o600)
-        secret.write_bytes(node.token)
+        secret = write_private(tmp_path / "secret", node.token.decode())
         with kvstore.connect(node.address, bench.spec_of(4 * KIB), token=secret) as store:
             store.put(["mine"], [bytes(4 * KIB)])
             for arguments, transport in (

@@ -227,7 +227,7 @@ def test_wrong_bytes_exit_1_and_are_named(
         got[-1, 9] ^= 1  # as if the store had returned it so
         return check_payload(got, ids, generation=generation)
 
-    monkeypatch.setattr("kvstore.sim.replay.check_payload", corrupt)
+    monkeypatch.setattr("kvstore.sim.client.check_payload", corrupt)
     for command in (("replay", trace), ("demo", "--requests", 60)):
         done = run(*command, "--block-bytes", 64)
         assert done.returncode == 1

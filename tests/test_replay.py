@@ -1,7 +1,6 @@
 """A trace through a real store, held against a small model of LRU that knows nothing of it."""
 
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -66,7 +65,7 @@ def assert_clean(report: ReplayReport) -> None:
     assert report.verified_bytes == report.hit_blocks * report.block_bytes
     assert report.mismatches == ()
     assert report.unread_blocks == report.unstored_blocks == {}
-    assert report.orphaned == (0 if report.clients == 1 else None)
+    assert report.orphaned == 0
 
 
 # ---- against the model ---------------------------------------------------------------------------
@@ -106,19 +105,6 @@ def test_a_partial_last_block_counts_its_own_tokens() -> None:
     requests = [chain(0, 1, 2, last_tokens=100), chain(1, 1, 2, last_tokens=100)]
     report = replay(requests, ReplayOptions(block_bytes=64))
     assert (report.hit_blocks, report.hit_tokens, report.input_tokens) == (2, 612, 1224)
-
-
-def test_many_clients_read_only_what_was_put() -> None:
-    options = ReplayOptions(block_bytes=4096, clients=6)
-    report = replay(TRACE, options)
-    assert_clean(report)
-    assert report.written_bytes == SUMMARY.distinct_blocks * 4096  # a key is stored once
-    assert report.blocks_left == SUMMARY.distinct_blocks
-    crowded = replay(TRACE, ReplayOptions(block_bytes=4096, clients=6, capacity_blocks=200))
-    assert_clean(crowded)
-    assert crowded.blocks_left == 200
-    assert crowded.hit_blocks < report.hit_blocks
-    assert crowded.match.count == report.match.count == len(TRACE)
 
 
 TRACE_RATIOS = [
@@ -245,30 +231,26 @@ def test_leased_blocks_that_do_not_come_back_fail_the_replay() -> None:
 
 def test_described_mismatches_are_bounded_and_all_are_counted() -> None:
     chats = [chain(index, 10 * (index % 2), 10 * (index % 2) + 1) for index in range(40)]
-    for clients in (1, 2):
-        lying = LyingStore(damage_bytes((0, 0), (1, 0)))
-        options = ReplayOptions(block_bytes=64, clients=clients)
-        report = replay(chats, options, open_store=lying.open)
-        assert report.wrong_bytes == 2 * 38
-        assert len(report.mismatches) == 10
+    lying = LyingStore(damage_bytes((0, 0), (1, 0)))
+    report = replay(chats, ReplayOptions(block_bytes=64), open_store=lying.open)
+    assert report.wrong_bytes == 2 * 38
+    assert len(report.mismatches) == 10
 
 
-@pytest.mark.parametrize("clients", [1, 3])
-def test_a_failing_replay_stops_all_clients_and_closes_the_store(clients: int) -> None:
+def test_a_failing_replay_closes_the_store() -> None:
     lying = LyingStore(damage_bytes())
     calls = 0
 
     def fail_later() -> None:
         nonlocal calls
         calls += 1
-        if calls == 5:  # this client fails; the others are told to stop
+        if calls == 5:
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        replay(TRACE, ReplayOptions(clients=clients), progress=fail_later, open_store=lying.open)
+        replay(TRACE, ReplayOptions(), progress=fail_later, open_store=lying.open)
     assert lying.closed
-    assert calls < 5 + clients + 1
-    assert threading.active_count() == 1
+    assert calls == 5
 
 
 def test_evictions_that_leave_a_child_behind_are_counted() -> None:
@@ -315,9 +297,7 @@ def test_a_store_that_evicts_heads_first_is_seen() -> None:
 
 def test_progress_is_called_once_a_request() -> None:
     calls: list[None] = []
-    replay(
-        TRACE[:50], ReplayOptions(block_bytes=64, clients=3), progress=lambda: calls.append(None)
-    )
+    replay(TRACE[:50], ReplayOptions(block_bytes=64), progress=lambda: calls.append(None))
     assert len(calls) == 50
 
 
@@ -364,10 +344,9 @@ def test_requests_of_a_tick_are_spread_inside_it() -> None:
     assert due_times_s(rows[:3], 1.0) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("clients", [1, 2])
-def test_speed_paces_the_requests(clients: int) -> None:
+def test_speed_paces_the_requests() -> None:
     rows = [chain(index * 100, index) for index in range(6)]
-    paced = replay(rows, ReplayOptions(block_bytes=64, clients=clients, speed=2.0))
+    paced = replay(rows, ReplayOptions(block_bytes=64, speed=2.0))
     assert 0.25 <= paced.wall_s < 5.0
     assert paced.late_ms_max is not None
     assert replay(rows, ReplayOptions(block_bytes=64)).late_ms_max is None
@@ -388,6 +367,11 @@ def test_speed_paces_the_requests(clients: int) -> None:
 def test_impossible_options_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(change)).partition("_")[0]):
         ReplayOptions(**change)
+
+
+def test_an_embedded_store_has_one_client() -> None:
+    with pytest.raises(InvalidArgument, match="one client"):
+        replay(TRACE, ReplayOptions(clients=2))
 
 
 def test_an_empty_trace_is_refused() -> None:
