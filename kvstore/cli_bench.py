@@ -26,6 +26,19 @@ from kvstore.sim.replay import Percentiles
 
 TOO_LARGE = "Try a smaller --total: it is taken up to four times."
 
+BlockBytes = Annotated[
+    int, typer.Option(parser=parse_size, metavar="SIZE", show_default="1MiB", help="Of a block.")
+]
+Total = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        show_default="256MiB",
+        help="All blocks of a round; more than the caches hold. The memory is up to four times it.",
+    ),
+]
+
 bench_app = typer.Typer(
     help="Measure a store beside what this machine can do.",
     no_args_is_help=True,
@@ -46,21 +59,10 @@ def bench_transfer(
     operation: Annotated[
         str, typer.Option("--op", metavar="put|get|both", help="What is shown.")
     ] = "both",
-    block_bytes: Annotated[
-        int,
-        typer.Option(parser=parse_size, metavar="SIZE", show_default="1MiB", help="Of a block."),
-    ] = 1 << 20,
+    block_bytes: BlockBytes = 1 << 20,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Blocks of one call.")] = 32,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Callers at once.")] = 1,
-    total: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size,
-            metavar="SIZE",
-            show_default="256MiB",
-            help="All blocks of a round; more than the caches hold. The memory is four times this.",
-        ),
-    ] = 256 << 20,
+    total: Total = 256 << 20,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Counted ones; figures are medians.")
     ] = 5,

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -232,14 +232,6 @@ def test_a_node_that_runs_is_measured_and_left_as_it_was(run: Run, tmp_path: Pat
         done = run("--connect", node.address, "--token-file", secret, "--total", "64MiB")
         assert done.returncode == 2
         assert "has the node room" in done.stderr
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
