@@ -399,8 +399,8 @@ def _print_reports(
     print(f"Times are p50 / p90 / p99 of a call. Blocks of {size_text(reports[0].block_bytes)}.")
     if reports[0].clients > 1:
         print(
-            f"{reports[0].clients} clients over {reports[0].transport}: hit ratios depend on how "
-            "their requests\ninterleave."
+            f"{reports[0].clients} clients over {reports[0].transport}: "
+            "hit ratios depend on how requests interleave."
         )
     if reports[0].speed:
         print(
