@@ -114,6 +114,7 @@ def top(
       kvstore replay my.jsonl.gz                replay it
       kvstore replay my.jsonl.gz --capacity-blocks 2000
       kvstore node                              a store for kvstore.connect
+      kvstore bench transfer                    how fast, and what the machine can
     """
 
 

@@ -369,3 +369,24 @@ def test_processor_time_of_another_process_is_its_own():
         assert own - 0.01 < process_cpu_s(process.pid) < own + 0.2
         process.stdin.write(b"\n")
     assert process_cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.05)
+
+
+# ---- the benchmark of the repository -------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_benchmark_of_a_node_runs_and_names_every_target():
+    program = Path(__file__).parents[1] / "bench" / "wire.py"
+    options = ("--gib", "0.0625", "--rounds", "1", "--keys", "8192", "--json")
+    done = subprocess.run(
+        [sys.executable, program, *options], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    names = [row["what"] for row in rows]
+    assert len(names) == len(set(names)) == 17
+    for row in rows:
+        assert row["ratio"] > 0
+        assert row["met"] is (
+            row["ratio"] <= row["target"] if row["at_most"] else row["ratio"] >= row["target"]
+        )
