@@ -386,9 +386,18 @@ class Client:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Leaves: else what this process maps would be its own until it ends."""
-        if kind is None and self.control.socket.fileno() >= 0:
-            self.control.ask("Leave", "Left")
+        if kind is None:
+            self.leave()
         self.close()
+
+    def leave(self) -> None:
+        """Gives up grants and copying leases, by a new control connection if need be."""
+        try:
+            self.control.ask("Leave", "Left")
+        except (OSError, Ended):
+            with Line(self.address) as line:
+                line.greet(self.token, wants_memory=self.shm, session=self.welcome.session)
+                line.ask("Leave", "Left")
 
     # put: reserve -> write -> commit
 
