@@ -74,6 +74,7 @@ class Link {
   wire::Why why_ = wire::Why::kProtocol;
   uint64_t said_ = 0;   // requests
   uint64_t heard_ = 0;  // replies
+  uint32_t body_bytes_max_ = wire::kHelloBytesMax;
   wire::FrameHeader header_;
   std::vector<uint8_t> body_;
   bool spin_paid_ = true;
