@@ -101,7 +101,7 @@ def _put(kind: str, value: Any, out: bytearray) -> None:
         out += encode(kind, **value)
 
 
-def encode(name: str, **values: Any) -> bytes:
+def encode(name: str, /, **values: Any) -> bytes:
     out = bytearray()
     last: Any = None
     for field in tables()[1][name]:
