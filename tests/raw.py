@@ -107,7 +107,7 @@ def encode(name: str, /, **values: Any) -> bytes:
     for field in tables()[1][name]:
         if field is None:
             if last != _there(name):
-                break
+                return bytes(out)
             continue
         last = values.pop(field[0])
         _put(field[1], last, out)
