@@ -292,12 +292,15 @@ std::vector<bool> RemoteStore::exists(std::span<const BlockKey> keys) {
   return {held.begin(), held.end()};
 }
 
-std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer,
-                                                     uint64_t incarnation) const {
+std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer, uint64_t incarnation) {
   auto leases = std::make_shared<RemoteLeases>();
   leases->id = answer.lease;
   leases->incarnation = incarnation;
   leases->mapping = remote_->mapping(incarnation);
+  if (answer.view) {
+    leases->kind = LeaseKind::kView;
+    views_.fetch_add(1);
+  }
   leases->items.resize(answer.blocks.size());
   leases->parts.resize(answer.blocks.size());
   for (size_t i = 0; i < answer.blocks.size(); ++i) {
@@ -317,8 +320,9 @@ std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer,
 }
 
 std::shared_ptr<RemoteLeases> RemoteStore::lease(std::span<const BlockKey> keys, size_t skip,
-                                                 bool run, const Patience& patience, Io* failed) {
-  wire::Lookup message{{keys.begin(), keys.end()}, static_cast<uint32_t>(skip), run};
+                                                 bool run, const Patience& patience, Io* failed,
+                                                 bool view) {
+  wire::Lookup message{{keys.begin(), keys.end()}, static_cast<uint32_t>(skip), run, view};
   wire::Leased answer;
   uint64_t incarnation = 0;
   *failed = remote_->ask(message, &answer, patience, true, &incarnation);
@@ -332,7 +336,8 @@ std::shared_ptr<RemoteLeases> RemoteStore::lease(std::span<const BlockKey> keys,
 std::shared_ptr<LeaseBatch> RemoteStore::lookup(std::span<const BlockKey> keys, size_t skip,
                                                 bool run) {
   Io failed = Io::kDone;
-  return lease(keys, skip, run, remote_->patience(), &failed);  // none, if it cannot be asked
+  // None, if it cannot be asked.
+  return lease(keys, skip, run, remote_->patience(), &failed, run && views_likely_.load());
 }
 
 Released RemoteStore::release(LeaseBatch& batch) {
