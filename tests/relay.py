@@ -140,7 +140,7 @@ class Relay:
         done = threading.Event()
         with self._lock:
             self._commands += [command, done.set]
-        self._wake_write.send(b"x")
+            self._wake_write.send(b"x")  # within: the command may close it
         assert done.wait(10) or not self._thread.is_alive()
 
     # ---- the thread
