@@ -4,6 +4,7 @@ What a test does with one `Way` it may do with each: `kvstore.open` and `kvstore
 the same. Nodes are shared by tests that want the same options; each test leaves its node empty.
 """
 
+import os
 import random
 import socket
 import time
@@ -76,6 +77,7 @@ class Way:
         self.folder = folder
         self.local = name.endswith("local")
         self.shares_memory = name.endswith(("local", "shm"))
+        self.pid = os.getpid()  # of whom the memory is, once opened
         self.slow = name == "relay"  # tens of megabytes a second
 
     @contextmanager
@@ -92,6 +94,7 @@ class Way:
             else:
                 of_node = {name: options.pop(name) for name in _OF_THE_NODE if name in options}
                 node = self.nodes.take(dram=dram, **of_node)
+                self.pid = node.pid
                 store = stack.enter_context(self._emptied(node, spec, options))
             assert store.settle(60)
             yield Late(store) if self.name.startswith("late") else store
