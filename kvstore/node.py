@@ -83,8 +83,9 @@ def run_node(
         os.sched_setaffinity(0, numa_cpus(options.numa_node))  # threads started from here on
     with _signals() as signals:
         server, path = _listen(options, token, environment, log)
+        addresses = server.addresses()[: len(options.listen)]  # the socket comes last
         fields = {
-            "address": ",".join(server.addresses()) or "none",
+            "address": ",".join(addresses) or "none",
             "socket": path or "none",
             "dram": options.dram,
             "token": "yes" if token else "no",
@@ -92,7 +93,7 @@ def run_node(
             "pid": os.getpid(),
         }
         log.write("info", "listening", fields)
-        print(*(server.addresses() or [path]), sep="\n", file=out, flush=True)
+        print(*(addresses or [path]), sep="\n", file=out, flush=True)
         reason = _serve(server, log, signals, until_eof)
         log.write("info", "stopping", {"reason": reason, "within_s": options.stop_s})
         in_time = _stop(server, log, signals, options.stop_s, path)

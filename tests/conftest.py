@@ -7,6 +7,7 @@ thread prints all stacks and ends the run: a hang is never silent.
 
 import faulthandler
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def way(request: pytest.FixtureRequest, nodes: Any, tmp_path: Path) -> Any:
     if request.param == "tcp6" and not has_ipv6():
         pytest.skip("this machine has no [::1]")
     return Way(request.param, nodes, tmp_path)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import write_private
 
 from kvstore import cli
 from kvstore.sim.checkers import check_payload
+from kvstore.sim.processes import running_node
 from kvstore.sim.workload import make_trace, read_trace, write_trace
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -80,6 +82,7 @@ def trace(tmp_path: Path) -> Path:
         ([], ["kvstore demo", "kvstore trace make my.jsonl.gz", "replay"]),
         (["demo"], ["kvstore demo --seed 7", "--block-bytes"]),
         (["replay"], ["kvstore replay my.jsonl.gz --clients 4", "KVSTORE_TRACES", "--json"]),
+        (["node"], ["kvstore node --dram 4GiB", "umask 077", "KVSTORE_DRAM", "--stop-on-eof"]),
         (["trace"], ["make", "stat"]),
         (["trace", "make"], ["kvstore trace make my.jsonl.gz", "--seed"]),
         (["trace", "stat"], ["kvstore trace stat my.jsonl.gz"]),
@@ -136,6 +139,35 @@ def test_demo_as_json_prints_one_object(run: Run) -> None:
     assert bounded["evictions"] > 0
     assert bounded["blocks_left"] == 80
     assert unlimited["ok"] is bounded["ok"] is True
+
+
+def test_several_clients_are_processes_over_a_node(run: Run) -> None:
+    small = ["--requests", 40, "--block-bytes", 512, "--capacity-blocks", 80, "--clients", 2]
+    done = run("demo", *small, "--json")
+    assert done.returncode == 0, done.stderr
+    unlimited, bounded = json.loads(done.stdout)["replays"]
+    assert unlimited["clients"] == bounded["clients"] == 2
+    assert unlimited["transport"] == bounded["transport"] == "shm"
+    assert bounded["blocks_left"] == 80
+    assert unlimited["ok"] is bounded["ok"] is True
+
+
+def test_a_running_node_is_replayed_through(run: Run, trace: Path, tmp_path: Path) -> None:
+    with running_node(tmp_path, "--dram", "64MiB") as (node, _):
+        there = ["--connect", node.address, "--token-file"]
+        right = write_private(tmp_path / "right", node.token.decode())
+        done = run("replay", trace, *there, right, "--block-bytes", 512, "--json")
+        assert done.returncode == 0, done.stderr
+        assert f"the node at {node.address}" in done.stderr
+        assert json.loads(done.stdout)["ok"] is True
+        done = run("demo", "--requests", 40, *there, right, "--block-bytes", 512)
+        assert done.returncode == 0, done.stderr
+        assert node.address in done.stdout
+        wrong = write_private(tmp_path / "wrong", "other")
+        assert_refused(run("replay", trace, *there, wrong), "token")
+        assert_refused(run("replay", trace, *there, right, "--capacity-blocks", 9), "capacity")
+    assert_refused(run("replay", trace, *there, right), node.address)
+    assert_refused(run("replay", trace, "--token-file", right), "--connect")
 
 
 def test_made_traces_replay(run: Run, tmp_path: Path) -> None:
@@ -237,14 +269,6 @@ def test_wrong_bytes_exit_1_and_are_named(
     done = run("replay", trace, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["ok"] is False
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

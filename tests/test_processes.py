@@ -263,6 +263,7 @@ def command(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
         [sys.executable, "-m", "kvstore", "replay", str(path), "--speed", "1", "--clients", "2"],
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed one leaves its folder
     ) as process:
         wait_for(lambda: len(children(process.pid)) == 3)
         yield process
