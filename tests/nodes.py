@@ -21,6 +21,8 @@ import kvstore
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0  # a call of a test on a busy machine
+SHORT_S = 0.2  # the timeout of a call that will not be answered
+GRACE_S = 1.0  # beyond a call's own timeout
 MIB = 1 << 20
 
 
@@ -30,6 +32,16 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)
+
+
+def in_time(call: Callable[[], Any], timeout_s: float = SHORT_S) -> Any:
+    """Its result; it took no longer than its timeout and a second."""
+    began = time.monotonic()
+    try:
+        return call()
+    finally:
+        took = time.monotonic() - began
+        assert took < timeout_s + GRACE_S, f"took {took:.2f} s"
 
 
 def _kill(pid: int) -> None:
