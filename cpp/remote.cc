@@ -150,6 +150,7 @@ bool Remote::install(Opened opened, std::string* error) {
   pool_bytes_.store(welcome.pool_bytes);
   view_bytes_max_.store(welcome.view_bytes_max);
   control_ = std::move(opened.control);
+  last_error_.clear();
   return true;
 }
 

@@ -73,10 +73,14 @@ void RemoteStore::end() {
 }
 
 void RemoteStore::fail(Io io) const {
-  const std::errc code = io == Io::kTimedOut    ? std::errc::timed_out
-                         : io == Io::kCancelled ? std::errc::operation_canceled
-                                                : std::errc::not_connected;
-  throw std::system_error(std::make_error_code(code), remote_->last_error());
+  const std::string place = remote_->options().address.text();
+  if (io == Io::kTimedOut)
+    throw std::system_error(std::make_error_code(std::errc::timed_out),
+                            place + ": no answer in time");
+  if (io == Io::kCancelled)
+    throw std::system_error(std::make_error_code(std::errc::operation_canceled),
+                            place + ": the store was closed meanwhile");
+  throw std::system_error(std::make_error_code(std::errc::not_connected), remote_->last_error());
 }
 
 Patience RemoteStore::patience_of(const CallLimits& limits) const {
@@ -366,7 +370,7 @@ std::vector<Status> RemoteStore::verify(LeaseBatch& batch) {
 
 AttemptId RemoteStore::ticket(LeaseBatch& batch) {
   const auto& leases = static_cast<RemoteLeases&>(batch);
-  if (leases.incarnation != remote_->incarnation()) fail(Io::kLost);
+  if (leases.incarnation != remote_->incarnation()) return {};  // as of a lease that has ended
   return asked<wire::TicketIs>(wire::Ticket{leases.id}, true).ticket;
 }
 
