@@ -28,6 +28,7 @@ from kvstore import _core
 from kvstore.keys import make_keys
 
 Blocks = npt.NDArray[np.uint8]
+Batches = list[tuple[kvstore.Keys, list[Blocks]]]
 MIB = 1 << 20
 SLICE_BYTES = 64 * MIB  # of one kind, before the other has its turn
 
@@ -78,15 +79,17 @@ class Copies:
         store.settle(120)
         return store
 
-    def _batches(
-        self, order: npt.NDArray[np.int64], blocks: Blocks
-    ) -> list[tuple[kvstore.Keys, list[Blocks]]]:
+    def batches(self, order: npt.NDArray[np.int64], blocks: Blocks) -> Batches:
+        """The calls that put, or get, these blocks of `blocks`."""
         batches = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
         return [(kvstore.Keys(self.keys.array[b]), [blocks[i] for i in b]) for b in batches]
 
     def put(self, store: kvstore.Store, order: npt.NDArray[np.int64]) -> float:
         """Seconds to put these blocks."""
-        batches = self._batches(order, self.source)
+        return self.put_batches(store, self.batches(order, self.source))
+
+    def put_batches(self, store: kvstore.Store, batches: Batches) -> float:
+        """The same, prepared."""
         began = time.perf_counter()
         for keys, blocks in batches:
             result = store.put(keys, blocks, chain=False)
@@ -96,7 +99,10 @@ class Copies:
 
     def get(self, store: kvstore.Store, order: npt.NDArray[np.int64], target: Blocks) -> float:
         """Seconds to get these blocks into their places in `target`."""
-        batches = self._batches(order, target)
+        return self.get_batches(store, self.batches(order, target))
+
+    def get_batches(self, store: kvstore.Store, batches: Batches) -> float:
+        """The same, prepared."""
         began = time.perf_counter()
         for keys, blocks in batches:
             result = store.get(keys, blocks)

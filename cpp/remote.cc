@@ -154,32 +154,30 @@ bool Remote::install(Opened opened, std::string* error) {
   return true;
 }
 
-bool Remote::control_alive() {
-  const std::lock_guard lock(mutex_);
-  return control_ != nullptr && control_->idle_and_alive();
-}
-
+// One thread connects, the others wait for what comes of it.
 bool Remote::ensure_session(const Patience& patience, Io* failed) {
-  if (control_alive()) return true;
-  std::unique_lock lock(connecting_, std::defer_lock);
-  while (!lock.try_lock_until(slice_end(patience))) {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    if (control_ != nullptr && control_->idle_and_alive()) return true;
+    if (!connecting_) break;
     if (over(patience, failed)) return false;
+    given_.wait_until(lock, slice_end(patience));
   }
-  if (control_alive()) return true;
   *failed = Io::kLost;
   if (monotonic_now() < next_try_) return false;
+  connecting_ = true;
+  lock.unlock();
   std::string error;
   Opened opened = open_control(patience, failed, &error);
-  if (opened.control != nullptr && install(std::move(opened), &error)) {
-    failures_ = 0;
-    next_try_ = 0;
-    return true;
-  }
-  next_try_ = monotonic_now() + (kFirstPause << std::min(failures_, kPauseDoublings));
-  ++failures_;
-  const std::lock_guard state(mutex_);
-  last_error_ = std::move(error);
-  return false;
+  const bool connected = opened.control != nullptr && install(std::move(opened), &error);
+  lock.lock();
+  connecting_ = false;
+  next_try_ =
+      connected ? 0 : monotonic_now() + (kFirstPause << std::min(failures_, kPauseDoublings));
+  failures_ = connected ? 0 : failures_ + 1;
+  if (!connected) last_error_ = std::move(error);
+  given_.notify_all();
+  return connected;
 }
 
 std::string Remote::last_error() const {

@@ -109,7 +109,6 @@ class Remote {
   Opened open_control(const Patience& patience, Io* failed, std::string* error);
   bool install(Opened opened, std::string* error);
   Link::Wanted wanted(const Address& address) const;
-  bool control_alive();
   void keep();
   bool pay_debts();
   bool populate();
@@ -122,14 +121,12 @@ class Remote {
   std::atomic<uint64_t> view_bytes_max_{0};
   std::atomic<uint32_t> version_{0};
 
-  std::timed_mutex connecting_;  // one at a time; before mutex_
-  // Guarded by connecting_.
-  unsigned failures_ = 0;
-  Nanos next_try_ = 0;
-
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   std::unique_ptr<Link> control_;
+  bool connecting_ = false;  // somebody is at it
+  unsigned failures_ = 0;    // in a row
+  Nanos next_try_ = 0;
   AttemptId session_;
   uint64_t epoch_ = 0;
   Address address_;
@@ -139,7 +136,7 @@ class Remote {
   std::vector<Debt> debts_;
   std::string last_error_;
   bool woken_ = false;
-  std::condition_variable given_;
+  std::condition_variable given_;  // a connection, or the end of connecting
   std::condition_variable keeper_wakes_;
   std::thread keeper_;
   // The keeper's own.

@@ -14,7 +14,7 @@
 
 How it is built, from the top down. Imports point down only.
 
-    cli, sim                 the command line; traces and their replay
+    cli, sim                 the command line; traces and their replay; measurements
     node                     a node's process: options, signals, log
     store, hit, transfer     put / get / match_prefix; leases and views; background calls
     arguments                what callers pass → keys, block memories

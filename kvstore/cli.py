@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvstore
+from kvstore.cli_bench import bench_app
 from kvstore.cli_node import node_command
 from kvstore.cli_shared import (
     EXIT_WRONG_BYTES,
@@ -50,6 +51,7 @@ trace_app = typer.Typer(
     help="Make a trace, or count one.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(trace_app, name="trace")
+app.add_typer(bench_app, name="bench")
 app.command(name="node", short_help="Serve a store to other processes.")(node_command)
 
 TOO_LARGE = "Try a smaller --block-bytes, or --capacity-blocks."
@@ -112,6 +114,7 @@ def top(
       kvstore replay my.jsonl.gz                replay it
       kvstore replay my.jsonl.gz --capacity-blocks 2000
       kvstore node                              a store for kvstore.connect
+      kvstore bench transfer                    how fast, and what the machine can
     """
 
 

@@ -7,6 +7,7 @@ thread prints all stacks and ends the run: a hang is never silent.
 
 import faulthandler
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def trace_dir() -> Path:
     """The folder of recorded traces; tests that ask for it carry the marker `trace`."""
     return Path(os.environ["KVSTORE_TRACES"])
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,14 +269,6 @@ def test_wrong_bytes_exit_1_and_are_named(
     done = run("replay", trace, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["ok"] is False
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell starts its background jobs with SIGINT ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

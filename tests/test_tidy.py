@@ -54,8 +54,9 @@ PYTHON_LAYERS = {
     "public": [""],
     "sim": [
         *("sim", "sim.workload", "sim.checkers", "sim.client", "sim.replay", "sim.processes"),
+        "sim.bench",
     ],
-    "cli": ["cli_shared", "cli_node", "cli", "__main__"],
+    "cli": ["cli_shared", "cli_node", "cli_bench", "cli", "__main__"],
 }
 
 # Who includes what of the outside world. C++'s own headers have no ".h"; every other one is here.
@@ -92,7 +93,7 @@ def files(*patterns: str) -> list[Path]:
 CPP = files("cpp/*.h", "cpp/*.cc")
 PRODUCT_PYTHON = files("kvstore/**/*.py")
 PYTHON = [*PRODUCT_PYTHON, *files("tests/**/*.py", "bench/**/*.py", "examples/**/*.py", "setup.py")]
-SOURCES = [*CPP, *files("tests/cpp/*.cc"), *PYTHON, *files("kvstore/*.pyi")]
+SOURCES = [*CPP, *files("tests/cpp/*.cc", "bench/*.cc"), *PYTHON, *files("kvstore/*.pyi")]
 TEXTS = [*SOURCES, *files("*.md", "docs/*.md", "*.toml", "*.in", ".ci/run", "tests/cpp/Makefile")]
 
 
@@ -230,7 +231,7 @@ def cpp_functions(path: Path) -> Iterator[tuple[str, int]]:
             start = 0
 
 
-@pytest.mark.parametrize("path", [*CPP, *files("tests/cpp/*.cc"), *PYTHON], ids=name)
+@pytest.mark.parametrize("path", [*CPP, *files("tests/cpp/*.cc", "bench/*.cc"), *PYTHON], ids=name)
 def test_functions_are_short(path):
     functions = python_functions(path) if path.suffix == ".py" else cpp_functions(path)
     long = [f"{title}: {lines}" for title, lines in functions if lines > FUNCTION_LINES_MAX]
