@@ -103,7 +103,7 @@ PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, 
   request.skip = skip;
   request.lengths = lengths;
   request.texts = texts;
-  request.version = version == 0 ? store.version() : version;
+  request.version = version == 0 && store.local() ? store.version() : version;
   request.chain = chain;
   if (skip + lengths.size() != keys.size())
     raise_error("InvalidArgument", "keys and blocks differ in number");
@@ -135,7 +135,7 @@ namespace {
 
 std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t reserve_blocks,
                                 double view_fraction, int64_t lease_ns, unsigned copy_threads,
-                                bool log_evictions) {
+                                bool log_evictions, int64_t grant_ns) {
   if (copy_threads > 4096) raise_error("InvalidArgument", "more than 4096 copy threads");
   NodeOptions options;
   options.dram_bytes = dram_bytes;
@@ -145,6 +145,7 @@ std::shared_ptr<Node> open_node(uint64_t dram_bytes, bool lock_memory, uint64_t 
   options.lease = lease_ns;
   options.copy_threads = copy_threads;
   options.log_evictions = log_evictions;
+  if (grant_ns > 0) options.grant = grant_ns;
   std::string error;
   std::shared_ptr<Node> node;
   try {
@@ -413,7 +414,7 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Node, std::shared_ptr<Node>>(m, "Node").def(
       py::init(&kvstore::open_node), py::kw_only(), py::arg("dram_bytes"), py::arg("lock_memory"),
       py::arg("reserve_blocks"), py::arg("view_fraction"), py::arg("lease_ns"),
-      py::arg("copy_threads"), py::arg("log_evictions"));
+      py::arg("copy_threads"), py::arg("log_evictions"), py::arg("grant_ns") = 0);
 
   kvstore::StoreClass store(m, "Store");
   store

@@ -60,7 +60,7 @@ class ServerHandle {
  public:
   ServerHandle(std::shared_ptr<Node> node, const std::vector<std::string>& listen,
                const std::string& socket, const std::string& token, unsigned io_threads,
-               uint32_t connections_max)
+               uint32_t connections_max, int64_t hello_ns, int64_t stall_ns)
       : pid_(getpid()) {
     ServerOptions options;
     for (const std::string& address : listen) options.listen.push_back(to_address(address));
@@ -68,6 +68,8 @@ class ServerHandle {
     options.token = token;
     options.io_threads = io_threads;
     options.connections_max = connections_max;
+    if (hello_ns > 0) options.hello = hello_ns;
+    if (stall_ns > 0) options.stall = stall_ns;
     if (options.listen.empty()) raise_error("InvalidArgument", "a server listens somewhere");
     std::string error;
     without_gil_if(true, [&] {
@@ -124,7 +126,10 @@ void translate_lost_node(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const std::system_error& lost) {
     const py::object type = py::module_::import("kvstore.errors").attr("NodeUnavailable");
-    PyErr_SetString(type.ptr(), lost.what());
+    std::string message = lost.what();  // ends with the code's own words
+    const std::string words = ": " + lost.code().message();
+    if (message.ends_with(words)) message.resize(message.size() - words.size());
+    PyErr_SetString(type.ptr(), message.c_str());
   }
 }
 
@@ -138,9 +143,10 @@ void bind_remote(py::module_& m, StoreClass& store) {
         py::arg("copy_threads"), py::arg("timeout_ns"));
   py::class_<ServerHandle>(m, "Server")
       .def(py::init<std::shared_ptr<Node>, const std::vector<std::string>&, const std::string&,
-                    const std::string&, unsigned, uint32_t>(),
+                    const std::string&, unsigned, uint32_t, int64_t, int64_t>(),
            py::arg("node"), py::kw_only(), py::arg("listen"), py::arg("socket"), py::arg("token"),
-           py::arg("io_threads"), py::arg("connections_max"))
+           py::arg("io_threads"), py::arg("connections_max"), py::arg("hello_ns") = 0,
+           py::arg("stall_ns") = 0)
       .def("addresses", &ServerHandle::addresses)
       .def("epoch", &ServerHandle::epoch)
       .def("event_fd", &ServerHandle::event_fd)

@@ -37,11 +37,22 @@ bool Connection::idle() const {
 
 void Connection::expect_progress(Nanos now, uint64_t bytes) {
   if (stage_ != Stage::kReady) return;  // the hello's own deadline stands
-  deadline_ =
-      now + parts_.stall + static_cast<Nanos>(bytes / kSlowestBytesPerSecond) * 1000 * kMillisecond;
+  still_ = now + parts_.stall;
+  deadline_ = still_ + static_cast<Nanos>(bytes / kSlowestBytesPerSecond) * 1000 * kMillisecond;
+}
+
+void Connection::has_moved() {
+  if (still_ != kNever) still_ = now_ + parts_.stall;
+}
+
+void Connection::at_rest() {
+  if (stage_ != Stage::kReady) return;
+  deadline_ = kNever;
+  still_ = kNever;
 }
 
 bool Connection::advance(Nanos now) {
+  now_ = now;
   uint64_t turn = kTurnBytes;
   while (turn > 0) {
     Step step = Step::kOn;
@@ -63,7 +74,7 @@ bool Connection::advance(Nanos now) {
 }
 
 bool Connection::tick(Nanos now) {
-  if (now >= deadline_) {
+  if (now >= std::min(deadline_, still_)) {
     parts_.counters.stalled.fetch_add(1);
     parts_.tell("connection stalled", {{"connection", std::to_string(id_)}});
     return false;
@@ -99,6 +110,7 @@ Connection::Step Connection::receive() {
   if (moved.kind == Moved::kNothing) return Step::kWait;
   if (moved.kind == Moved::kOver) return Step::kOver;
   parts_.counters.bytes_in.fetch_add(moved.bytes, std::memory_order_relaxed);
+  has_moved();
   input_.insert(input_.end(), scratch.begin(),
                 scratch.begin() + static_cast<ptrdiff_t>(moved.bytes));
   return Step::kOn;
@@ -124,7 +136,7 @@ Connection::Step Connection::take_message(Nanos now) {
   if (input_.size() < whole) return receive();
   const wire::FrameHeader header = *header_;
   header_.reset();
-  deadline_ = stage_ == Stage::kReady ? kNever : deadline_;
+  at_rest();
   handle(header, std::span(input_).subspan(wire::kHeaderBytes, header.body_bytes), now);
   input_.erase(input_.begin(), input_.begin() + static_cast<ptrdiff_t>(whole));
   if (input_.empty() && input_.capacity() > kKeptInputBytes) std::vector<uint8_t>().swap(input_);
@@ -157,13 +169,14 @@ Connection::Step Connection::fill(uint64_t* turn) {
     if (moved.kind == Moved::kNothing) return Step::kWait;
     if (moved.kind == Moved::kOver) return Step::kOver;
     parts_.counters.bytes_in.fetch_add(moved.bytes, std::memory_order_relaxed);
+    has_moved();
     cursor_->advance(moved.bytes);
     *turn -= std::min<uint64_t>(*turn, moved.bytes);
   }
   Sink sink = std::move(*sink_);
   sink_.reset();
   cursor_.reset();
-  deadline_ = kNever;
+  at_rest();
   send(sink.full());
   return Step::kOn;
 }
@@ -260,7 +273,7 @@ void Connection::welcome(PeerProcess process, bool maps_memory) {
   peer_->connections.fetch_add(1);
   context_ = {peer_->session, peer_->maps_memory, parts_.leases_max};
   stage_ = Stage::kReady;
-  deadline_ = kNever;
+  at_rest();
   welcome.session = peer_->session->id;
   welcome.epoch = parts_.epoch;
   welcome.namespace_version = peer_->session->store.version();
@@ -346,6 +359,7 @@ Connection::Step Connection::flush(uint64_t* turn) {
     if (moved.kind == Moved::kOver) return Step::kOver;
     out.descriptors.clear();
     parts_.counters.bytes_out.fetch_add(moved.bytes, std::memory_order_relaxed);
+    has_moved();
     *turn -= std::min<uint64_t>(*turn, moved.bytes);
     uint64_t rest = moved.bytes;
     const uint64_t of_head = std::min<uint64_t>(rest, head - out.head);
@@ -365,7 +379,7 @@ Connection::Step Connection::flush(uint64_t* turn) {
   const bool closes = out.reply.closes;
   if (out.reply.sent) out.reply.sent();
   sending_.reset();
-  deadline_ = stage_ == Stage::kReady ? kNever : deadline_;
+  at_rest();
   return closes ? Step::kOver : Step::kOn;
 }
 

@@ -92,12 +92,16 @@ class Connection {
   void send(Reply reply);
   void refuse_as(wire::Why why, const std::string& message);
   void expect_progress(Nanos now, uint64_t bytes);
+  void has_moved();
+  void at_rest();
 
   const uint64_t id_;
   Socket socket_;
   ServerParts& parts_;
   Stage stage_ = Stage::kHello;
-  Nanos deadline_;  // of the message under way, or of the hello
+  Nanos deadline_;        // of the message under way, or of the hello
+  Nanos still_ = kNever;  // and until when something must have moved
+  Nanos now_ = 0;         // of this advance()
   bool stopping_ = false;
   bool control_ = false;
   wire::Hello hello_;

@@ -4,6 +4,7 @@
 // Owns: its socket. After anything but kDone the connection is of no more use.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <span>
 #include <string>
@@ -65,6 +66,7 @@ class Link {
   Io send(wire::Type type, const std::vector<uint8_t>& body, uint64_t payload_bytes,
           const Patience& patience);
   Io receive(wire::Type expected, const Patience& patience);
+  Io look_ahead(size_t bytes, const Patience& patience);
 
   Socket socket_;
   wire::Welcome welcome_;
@@ -76,6 +78,8 @@ class Link {
   uint64_t heard_ = 0;  // replies
   wire::FrameHeader header_;
   std::vector<uint8_t> body_;
+  std::array<uint8_t, 4096> buffer_;  // a short reply comes whole with its header
+  std::span<uint8_t> ahead_;          // come, not yet used
   bool spin_paid_ = true;
 };
 

@@ -68,7 +68,7 @@ bool Peers::lost(Peer& peer, uint64_t connection) {
   peer.control = 0;
   Session& session = peer.session->store.session();
   session.end_copying();
-  if (peer.maps_memory && session.holds_memory() && !dead(peer.process)) return false;
+  if (peer.maps_memory && !dead(peer.process) && !session.end_all_if_idle()) return false;
   end(peer);
   return true;
 }

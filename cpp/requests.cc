@@ -15,6 +15,7 @@ Reply leased(const RequestContext& context, const LeaseBatch& leases) {
   wire::Leased message;
   message.lease = leases.id;
   message.namespace_version = context.session->store.version();
+  message.view = leases.kind == LeaseKind::kView;
   message.blocks.resize(leases.items.size());
   for (size_t i = 0; i < leases.items.size(); ++i) {
     const auto& item = leases.items[i];
@@ -38,6 +39,7 @@ Outcome lookup(const RequestContext& context, const wire::Lookup& message) {
     store.release(*leases);
     return answer(refuse(wire::Why::kTooMany, "this session leases more blocks than it may"));
   }
+  if (message.view && context.maps_memory) store.session().make_view(*leases, true);
   context.session->keep(leases);
   return answer(leased(context, *leases));
 }

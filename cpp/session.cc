@@ -61,8 +61,21 @@ std::shared_ptr<GrantBatch> Session::reserve(const PutRequest& request, Nanos no
     batch->skipped.assign(request.keys.begin(), request.keys.begin() + request.skip);
   }
   const std::lock_guard lock(mutex_);
-  grants_.emplace(batch->id.high, batch);
+  if (over_) {
+    give_up(*batch);
+  } else {
+    grants_.emplace(batch->id.high, batch);
+  }
   return batch;
+}
+
+// REQUIRES: the batch is not among the session's.
+void Session::give_up(GrantBatch& batch) {
+  batch.given_up = true;
+  for (size_t i = 0; i < batch.items.size(); ++i) {
+    if (batch.statuses[i] == Status::kOk) blocks_.abort(batch.items[i].taken.slot);
+    if (batch.statuses[i] != Status::kExists) batch.statuses[i] = Status::kUnavailable;
+  }
 }
 
 bool Session::reserve_more(GrantBatch& batch, bool chain, Nanos now) {
@@ -170,6 +183,9 @@ void Session::keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now) {
   for (const auto& item : batch->items) batch->bytes += item ? item->length : 0;
   const std::lock_guard lock(mutex_);
   leases_.emplace(batch->id, batch);
+  if (!over_) return;
+  batch->release_asked = true;
+  if (batch->reading == 0) let_go(*batch, true);
 }
 
 std::shared_ptr<LeaseBatch> Session::lookup(std::span<const BlockKey> keys, size_t skip, bool run,
@@ -233,12 +249,12 @@ void Session::let_go(LeaseBatch& batch, bool revoked) {
   leases_.erase(batch.id);
 }
 
-bool Session::make_view(LeaseBatch& batch) {
+bool Session::make_view(LeaseBatch& batch, bool guess) {
   const std::lock_guard lock(mutex_);
   if (batch.ended) return false;
   if (batch.kind == LeaseKind::kView) return true;
   const uint64_t before = limits_.view_bytes.fetch_add(batch.bytes);
-  if (before + batch.bytes > limits_.view_bytes_max) {
+  if (before + batch.bytes > limits_.view_bytes_max / (guess ? 2 : 1)) {
     limits_.view_bytes.fetch_sub(batch.bytes);
     return false;
   }
@@ -323,16 +339,25 @@ void Session::end_copying() {
 }
 
 void Session::end_all() {
+  {
+    const std::lock_guard lock(mutex_);
+    over_ = true;
+  }
   end();
   const std::lock_guard lock(mutex_);
   let_go_of(true);
 }
 
-bool Session::holds_memory() const {
-  const std::lock_guard lock(mutex_);
-  return !grants_.empty() || std::ranges::any_of(leases_, [](const auto& named) {
-    return named.second->kind == LeaseKind::kView;
-  });
+bool Session::end_all_if_idle() {
+  {
+    const std::lock_guard lock(mutex_);
+    const bool views = std::ranges::any_of(
+        leases_, [](const auto& named) { return named.second->kind == LeaseKind::kView; });
+    if (views || !grants_.empty()) return false;
+    over_ = true;
+  }
+  end_all();
+  return true;
 }
 
 void Session::end() {

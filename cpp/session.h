@@ -133,8 +133,9 @@ class Session {
   bool begin_read(LeaseBatch& batch);
   void end_read(LeaseBatch& batch);
   Released release(LeaseBatch& batch);
-  // Copying leases become views, within the bound; false if it is reached or the lease is gone.
-  bool make_view(LeaseBatch& batch);
+  // Copying leases become views, within the bound; false if it is reached or the lease is gone. A
+  // guess that views will be wanted takes no more than half of it.
+  bool make_view(LeaseBatch& batch, bool guess = false);
   AttemptId ticket(LeaseBatch& batch);
   // Leases of the same blocks for another session, if this one has issued `ticket` and still holds
   // it.
@@ -148,9 +149,10 @@ class Session {
   void end();
   // The peer cannot be reached: what it only copies by is let go.
   void end_copying();
-  // The peer is dead: views too.
+  // The peer is dead: views too. Nothing is granted or leased any more.
   void end_all();
-  bool holds_memory() const;  // of grants or views
+  // The same, if it holds no grant and no view; else false.
+  bool end_all_if_idle();
 
   uint64_t num_granted() const;  // blocks
   Nanos first_lapse() const;     // earliest deadline of a copying lease; kNever: none
@@ -161,6 +163,7 @@ class Session {
   bool grant_items(GrantBatch& batch, bool chain);
   void let_go(LeaseBatch& batch, bool revoked);
   void let_go_of(bool views);
+  void give_up(GrantBatch& batch);
   void keep(const std::shared_ptr<LeaseBatch>& batch, Nanos now);
 
   Blocks& blocks_;
@@ -173,6 +176,7 @@ class Session {
   std::unordered_map<uint64_t, std::shared_ptr<GrantBatch>>
       grants_;  // by the attempt id's high half
   std::unordered_map<uint64_t, std::shared_ptr<LeaseBatch>> leases_;
+  bool over_ = false;  // what is reserved or leased beside the end is given back at once
 };
 
 }  // namespace kvstore

@@ -382,22 +382,50 @@ Io send_all(int fd, std::span<iovec> pieces, const Patience& patience) {
   return Io::kDone;
 }
 
-Io receive_all(int fd, std::span<iovec> pieces, const Patience& patience,
-               std::vector<Socket>* descriptors) {
+namespace {
+
+// Once; zero bytes: not yet.
+Io receive_once(int fd, std::span<const iovec> pieces, int flags, std::vector<Socket>* descriptors,
+                size_t* received) {
+  msghdr message = message_of(pieces);
+  Control control;
+  if (descriptors != nullptr) {
+    message.msg_control = control.bytes;
+    message.msg_controllen = sizeof control.bytes;
+  }
+  const ssize_t got = recvmsg(fd, &message, flags | MSG_CMSG_CLOEXEC);
+  *received = got > 0 ? static_cast<size_t>(got) : 0;
+  if (got > 0 && descriptors != nullptr) take_descriptors(&message, descriptors);
+  return got == 0 || (got < 0 && !would_block(errno) && errno != EINTR) ? Io::kLost : Io::kDone;
+}
+
+}  // namespace
+
+Io receive_all(int fd, std::span<iovec> pieces, const Patience& patience) {
   pieces = skip_front(pieces, 0);
   while (!pieces.empty()) {
-    msghdr message = message_of(pieces);
-    Control control;
-    if (descriptors != nullptr) {
-      message.msg_control = control.bytes;
-      message.msg_controllen = sizeof control.bytes;
-    }
-    const ssize_t got =
-        recvmsg(fd, &message, MSG_WAITALL | MSG_CMSG_CLOEXEC | wait_if_close(fd, POLLIN, patience));
-    if (got > 0 && descriptors != nullptr) take_descriptors(&message, descriptors);
-    if (got == 0 || (got < 0 && !would_block(errno) && errno != EINTR)) return Io::kLost;
-    if (got > 0) pieces = skip_front(pieces, static_cast<size_t>(got));
+    size_t received = 0;
+    const int flags = MSG_WAITALL | wait_if_close(fd, POLLIN, patience);
+    const Io io = receive_once(fd, pieces, flags, nullptr, &received);
+    if (io != Io::kDone) return io;
+    pieces = skip_front(pieces, received);
     if (pieces.empty()) break;
+    if (const Io over = patience_over(patience); over != Io::kDone) return over;
+  }
+  return Io::kDone;
+}
+
+Io receive_some_of(int fd, std::span<uint8_t> out, size_t least, const Patience& patience,
+                   std::vector<Socket>* descriptors, size_t* received) {
+  *received = 0;
+  while (*received < least) {
+    const iovec piece{out.data() + *received, out.size() - *received};
+    size_t now = 0;
+    const int flags = wait_if_close(fd, POLLIN, patience);
+    const Io io = receive_once(fd, {&piece, 1}, flags, descriptors, &now);
+    if (io != Io::kDone) return io;
+    *received += now;
+    if (*received >= least) break;
     if (const Io over = patience_over(patience); over != Io::kDone) return over;
   }
   return Io::kDone;

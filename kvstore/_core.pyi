@@ -56,6 +56,7 @@ class Node:  # The memory, its table and its threads.
         lease_ns: int,
         copy_threads: int,
         log_evictions: bool,
+        grant_ns: int = 0,  # then an open grant counts as stuck; 0: a minute
     ) -> None: ...
 
 class Server:  # Serves a node to other processes.
@@ -68,6 +69,8 @@ class Server:  # Serves a node to other processes.
         token: bytes,
         io_threads: int,
         connections_max: int,
+        hello_ns: int = 0,  # until both sides are known; 0: 5 s
+        stall_ns: int = 0,  # without progress, in the middle of a message; 0: 30 s
     ) -> None: ...
     def addresses(self) -> list[str]: ...  # as bound
     def epoch(self) -> int: ...  # random, of this start
