@@ -77,7 +77,7 @@ class RemoteStore : public Transport {
     if (io != Io::kDone) fail(io);
     return answer;
   }
-  static constexpr Nanos kLong = 60'000 * kMillisecond;  // for what walks through the whole table
+  static constexpr Nanos kLong = 10'000 * kMillisecond;  // for what walks through the whole table
   [[noreturn]] void fail(Io io) const;
   // A call told not to wait, or whose time is over, still moves what it was granted; not for ever.
   Patience patience_of(const CallLimits& limits) const;
