@@ -58,6 +58,8 @@ bool Connection::advance(Nanos now) {
     Step step = Step::kOn;
     if (sending_) {
       step = flush(&turn);
+      // What comes next says so by itself: not asked for in vain after every reply.
+      if (step == Step::kOn && input_.empty() && !stopping_) return true;
     } else if (again_ != nullptr || slow_) {
       return true;
     } else if (sink_) {
