@@ -9,6 +9,7 @@ constexpr size_t kReadBytes = size_t{256} << 10;     // of heads and small paylo
 constexpr uint64_t kSinkBytes = uint64_t{1} << 20;   // in one call, and checked while in the cache
 constexpr uint64_t kFlushBytes = uint64_t{4} << 20;  // in one call
 constexpr uint64_t kTurnBytes = uint64_t{8} << 20;   // then it is another connection's turn
+constexpr uint64_t kMessageTurn = uint64_t{64} << 10;  // what a message counts at least
 constexpr size_t kPiecesMax = 1024;
 constexpr size_t kKeptInputBytes = size_t{16} << 10;  // a quiet connection keeps no more
 constexpr uint64_t kSlowestBytesPerSecond = uint64_t{64} << 10;
@@ -32,7 +33,7 @@ Connection::Wants Connection::wants() const {
 }
 
 bool Connection::idle() const {
-  return !sending_ && !sink_ && !slow_ && again_ == nullptr && !header_ && input_.empty();
+  return !sending_ && !sink_ && !slow_ && again_ == nullptr && !header_ && waiting().empty();
 }
 
 void Connection::expect_progress(Nanos now, uint64_t bytes) {
@@ -53,11 +54,14 @@ void Connection::at_rest() {
 
 bool Connection::advance(Nanos now) {
   now_ = now;
+  unfinished_ = false;
   uint64_t turn = kTurnBytes;
   while (turn > 0) {
     Step step = Step::kOn;
     if (sending_) {
       step = flush(&turn);
+      // What comes next says so by itself: not asked for in vain after every reply.
+      if (step == Step::kOn && input_.empty() && !stopping_) return true;
     } else if (again_ != nullptr || slow_) {
       return true;
     } else if (sink_) {
@@ -65,11 +69,12 @@ bool Connection::advance(Nanos now) {
     } else if (stopping_) {
       return false;
     } else {
-      step = take_message(now);
+      step = take_message(now, &turn);
     }
     if (step == Step::kOver) return false;
-    if (step == Step::kWait) return true;
+    if (step == Step::kWait && turn > 0) return true;
   }
+  unfinished_ = true;
   return true;
 }
 
@@ -103,28 +108,40 @@ void Connection::stop_after_reply(Nanos now) {
 
 // ---- what comes --------------------------------------------------------------------------------
 
-Connection::Step Connection::receive() {
+Connection::Step Connection::receive(uint64_t* turn) {
   thread_local std::vector<uint8_t> scratch(kReadBytes);
   iovec piece{scratch.data(), scratch.size()};
   const Moved moved = receive_some(socket_.fd(), {&piece, 1});
   if (moved.kind == Moved::kNothing) return Step::kWait;
   if (moved.kind == Moved::kOver) return Step::kOver;
   parts_.counters.bytes_in.fetch_add(moved.bytes, std::memory_order_relaxed);
+  *turn -= std::min<uint64_t>(*turn, moved.bytes);
   has_moved();
+  input_.erase(input_.begin(), input_.begin() + static_cast<ptrdiff_t>(used_));
+  used_ = 0;
   input_.insert(input_.end(), scratch.begin(),
                 scratch.begin() + static_cast<ptrdiff_t>(moved.bytes));
   return Step::kOn;
 }
 
-Connection::Step Connection::take_message(Nanos now) {
-  if (input_.size() < wire::kHeaderBytes) {
-    const Step step = receive();
+// Moved to the front by the next receive() only: many small messages come in one piece.
+void Connection::use(size_t bytes) {
+  used_ += bytes;
+  if (used_ < input_.size()) return;
+  input_.clear();
+  used_ = 0;
+  if (input_.capacity() > kKeptInputBytes) std::vector<uint8_t>().swap(input_);
+}
+
+Connection::Step Connection::take_message(Nanos now, uint64_t* turn) {
+  if (waiting().size() < wire::kHeaderBytes) {
+    const Step step = receive(turn);
     if (step == Step::kOn && deadline_ == kNever) expect_progress(now, 0);
     return step;
   }
   if (!header_) {
     header_ =
-        wire::decode_header(std::span(input_).first<wire::kHeaderBytes>(),
+        wire::decode_header(waiting().first<wire::kHeaderBytes>(),
                             stage_ == Stage::kReady ? wire::kBodyBytesMax : wire::kHelloBytesMax);
     if (!header_) {
       refuse_as(wire::Why::kProtocol, "not a message of this protocol");
@@ -133,27 +150,25 @@ Connection::Step Connection::take_message(Nanos now) {
     expect_progress(now, header_->body_bytes);
   }
   const size_t whole = wire::kHeaderBytes + header_->body_bytes;
-  if (input_.size() < whole) return receive();
+  if (waiting().size() < whole) return receive(turn);
   const wire::FrameHeader header = *header_;
   header_.reset();
   at_rest();
-  handle(header, std::span(input_).subspan(wire::kHeaderBytes, header.body_bytes), now);
-  input_.erase(input_.begin(), input_.begin() + static_cast<ptrdiff_t>(whole));
-  if (input_.empty() && input_.capacity() > kKeptInputBytes) std::vector<uint8_t>().swap(input_);
+  handle(header, waiting().subspan(wire::kHeaderBytes, header.body_bytes), now);
+  use(whole);
+  *turn -= std::min(*turn, kMessageTurn);
   return Step::kOn;
 }
 
 // The payload: what came beside the body is moved, the rest goes straight into the slots.
 Connection::Step Connection::fill(uint64_t* turn) {
-  size_t used = 0;
-  while (!cursor_->full() && used < input_.size()) {
+  while (!cursor_->full() && !waiting().empty()) {
     const std::span<uint8_t> target = cursor_->here();
-    const size_t bytes = std::min(target.size(), input_.size() - used);
-    std::copy_n(input_.begin() + static_cast<ptrdiff_t>(used), bytes, target.begin());
-    used += bytes;
+    const size_t bytes = std::min(target.size(), waiting().size());
+    std::copy_n(waiting().begin(), bytes, target.begin());
+    use(bytes);
     cursor_->advance(bytes);
   }
-  input_.erase(input_.begin(), input_.begin() + static_cast<ptrdiff_t>(used));
   thread_local std::vector<iovec> pieces;
   while (!cursor_->full()) {
     if (*turn == 0) return Step::kWait;
@@ -320,6 +335,10 @@ void Connection::refuse_as(wire::Why why, const std::string& message) {
 
 void Connection::send(Reply reply) {
   if (reply.none) return;
+  if (reply.body.size() > wire::kBodyBytesMax) {
+    if (reply.sent) reply.sent();
+    reply = refuse(wire::Why::kTooMany, "an answer beyond 64 MiB; ask for fewer blocks at once");
+  }
   Sending& sending = sending_.emplace();
   uint64_t payload_bytes = 0;
   for (const auto piece : reply.payload) payload_bytes += piece.size();

@@ -65,7 +65,8 @@ class Connection {
   enum class Wants : uint8_t { kInput, kOutput, kNeither };
   Wants wants() const;
   bool parked() const { return again_ != nullptr; }
-  bool idle() const;  // between two messages
+  bool unfinished() const { return unfinished_; }  // it is another's turn: advance() it again
+  bool idle() const;                               // between two messages
   bool over() const { return peer_ != nullptr && peer_->over.load(); }
   void stop_after_reply(Nanos now);  // waits no more for room, and takes no more requests
 
@@ -82,8 +83,10 @@ class Connection {
   };
   Step flush(uint64_t* turn);
   Step fill(uint64_t* turn);
-  Step take_message(Nanos now);
-  Step receive();
+  Step take_message(Nanos now, uint64_t* turn);
+  Step receive(uint64_t* turn);
+  std::span<const uint8_t> waiting() const { return std::span(input_).subspan(used_); }
+  void use(size_t bytes);
   void handle(const wire::FrameHeader& header, std::span<const uint8_t> body, Nanos now);
   void handle_hello(std::span<const uint8_t> body);
   void handle_proof(std::span<const uint8_t> body);
@@ -109,7 +112,9 @@ class Connection {
   std::shared_ptr<Peer> peer_;
   RequestContext context_;
 
-  std::vector<uint8_t> input_;  // come, not yet used
+  bool unfinished_ = false;
+  std::vector<uint8_t> input_;  // come
+  size_t used_ = 0;             // of it, from the front
   std::optional<wire::FrameHeader> header_;
   // Of the request under way.
   uint64_t request_ = 0;

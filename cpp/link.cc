@@ -48,6 +48,13 @@ Io Link::greet(const Wanted& wanted, const Patience& patience) {
     refusal_ = "the node does not know this client's token, or is no node of this cluster";
     return Io::kRefused;
   }
+  if (challenge.version < hello.version_min || challenge.version > hello.version_max) {
+    refusal_ = "the node speaks wire version " + std::to_string(challenge.version) +
+               ", this client " + std::to_string(hello.version_min) + " to " +
+               std::to_string(hello.version_max);
+    why_ = wire::Why::kVersion;
+    return Io::kRefused;
+  }
   if (wanted.only_epoch != 0 && challenge.epoch != wanted.only_epoch) {
     refusal_ = "another node listens there";
     why_ = wire::Why::kSession;
@@ -57,6 +64,7 @@ Io Link::greet(const Wanted& wanted, const Patience& patience) {
   takes_descriptors_ = hello.wants_memory;
   io = ask(proof, &welcome_, patience);
   takes_descriptors_ = false;
+  body_bytes_max_ = wire::kBodyBytesMax;
   if (io == Io::kDone && welcome_.epoch != challenge.epoch) return Io::kLost;
   return io;
 }
@@ -108,7 +116,7 @@ Io Link::receive(wire::Type expected, const Patience& patience) {
   Io io = look_ahead(wire::kHeaderBytes, patience);
   if (io != Io::kDone) return io;
   if (began != 0) spin_paid_ = monotonic_now() - began < kSpin;
-  const auto header = wire::decode_header(ahead_.first<wire::kHeaderBytes>(), wire::kBodyBytesMax);
+  const auto header = wire::decode_header(ahead_.first<wire::kHeaderBytes>(), body_bytes_max_);
   if (!header) return Io::kLost;
   ahead_ = ahead_.subspan(wire::kHeaderBytes);
   header_ = *header;
@@ -122,8 +130,9 @@ Io Link::receive(wire::Type expected, const Patience& patience) {
     if (refusal) why_ = refusal->why;
     return Io::kRefused;
   }
+  const bool in_order =
+      header_.request > heard_ && header_.request <= said_ && header_.type == expected;
   heard_ = header_.request;
-  const bool in_order = header_.request <= said_ && header_.type == expected;
   return in_order ? Io::kDone : Io::kLost;
 }
 

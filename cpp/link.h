@@ -76,6 +76,7 @@ class Link {
   wire::Why why_ = wire::Why::kProtocol;
   uint64_t said_ = 0;   // requests
   uint64_t heard_ = 0;  // replies
+  uint32_t body_bytes_max_ = wire::kHelloBytesMax;
   wire::FrameHeader header_;
   std::vector<uint8_t> body_;
   std::array<uint8_t, 4096> buffer_;  // a short reply comes whole with its header

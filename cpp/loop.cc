@@ -170,6 +170,7 @@ void Loop::run() {
     const Nanos now = monotonic_now();
     spinning_ = count > 0 && now - began < kSpin;
     for (int i = 0; i < count; ++i) on_event(events[i].data.u64, events[i].events);
+    advance_unfinished();
     if (!parked_.empty() || now >= next_look_) tick(now);
     if (stopping_seen_ && connections_.empty()) {
       const std::lock_guard lock(mutex_);
@@ -181,7 +182,20 @@ void Loop::run() {
   connections_.clear();
 }
 
+// Each once more, those of before these events.
+void Loop::advance_unfinished() {
+  std::unordered_set<uint64_t> ids;
+  ids.swap(unfinished_);
+  for (const uint64_t id : ids) {
+    const auto at = connections_.find(id);
+    if (at == connections_.end() || !at->second.connection->unfinished()) continue;
+    Connection& connection = *at->second.connection;
+    keep_or_close(id, guarded(connection, [&] { return connection.advance(monotonic_now()); }));
+  }
+}
+
 int Loop::pause() const {
+  if (!unfinished_.empty()) return 0;
   if (!parked_.empty()) return kParkedPause;
   if (connections_.empty() && accept_again_ == 0) return -1;
   return static_cast<int>(std::max<Nanos>(1, (next_look_ - monotonic_now()) / kMillisecond + 1));
@@ -223,7 +237,7 @@ void Loop::accept_all(Socket& listener) {
   if (!exhausted) return;
   // One is refused at once, by the descriptor kept for this; who waits would wait for nothing.
   spare_.reset();
-  const auto refused = accept_from(listener.fd(), &exhausted);
+  const bool refused = accept_from(listener.fd(), &exhausted).has_value();
   parts_.counters.refused.fetch_add(1);
   parts_.tell("connection refused", {{"why", "no descriptors left (ulimit -n)"}});
   spare_ = Socket(eventfd(0, EFD_CLOEXEC));
@@ -267,12 +281,14 @@ void Loop::keep_or_close(uint64_t id, bool alive) {
   const auto at = connections_.find(id);
   if (!alive) {
     parked_.erase(id);
+    unfinished_.erase(id);
     const auto ended = std::move(at->second.connection);
     connections_.erase(at);
     closed_();
     return;
   }
   Served& served = at->second;
+  if (served.connection->unfinished()) unfinished_.insert(id);
   if (served.connection->parked()) {
     parked_.insert(id);
   } else {

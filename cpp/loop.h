@@ -44,6 +44,7 @@ class Loop {
   void take_posted();
   void accept_all(Socket& listener);
   void tick(Nanos now);
+  void advance_unfinished();
   void keep_or_close(uint64_t id, bool alive);
   template <class Step>
   bool guarded(Connection& connection, Step&& step);
@@ -62,6 +63,7 @@ class Loop {
   };
   std::unordered_map<uint64_t, Served> connections_;
   std::unordered_set<uint64_t> parked_;
+  std::unordered_set<uint64_t> unfinished_;  // whose turn comes again after the others'
   std::unordered_map<uint64_t, std::shared_ptr<Peer>> watched_;
   uint64_t next_watch_ = 0;
   Nanos next_look_ = 0;     // at all deadlines

@@ -84,8 +84,8 @@ uint64_t Mapping::generation(uint32_t slot) const {
 
 namespace {
 
-// Reading makes entries that can be written too, where the mapping can be, at a quarter of the price
-// of writing. A hint: what does not come now comes with its first use.
+// Reading makes entries that can be written too, where the mapping can be, at a quarter of the
+// price of writing. A hint: what does not come now comes with its first use.
 void enter(uint8_t* start, uint64_t bytes) { madvise(start, bytes, MADV_POPULATE_READ); }
 
 }  // namespace

@@ -9,22 +9,17 @@ namespace {
 constexpr unsigned kLinksMax = 32;
 constexpr Nanos kFirstPause = 10 * kMillisecond;  // after a failed try, then twice as long
 constexpr unsigned kPauseDoublings = 7;           // up to 1.28 s
-constexpr Nanos kSlice = 50 * kMillisecond;
 constexpr std::chrono::milliseconds kKeeperPause{100};
 constexpr std::chrono::milliseconds kQuietPause{1000};
 
 bool over(const Patience& patience, Io* failed) {
-  if (patience.cancelled != nullptr && patience.cancelled->load())
-    *failed = Io::kCancelled;
-  else if (monotonic_now() >= patience.deadline)
-    *failed = Io::kTimedOut;
-  else
-    return false;
-  return true;
+  const Io io = patience_over(patience);
+  if (io != Io::kDone) *failed = io;
+  return io != Io::kDone;
 }
 
 std::chrono::steady_clock::time_point slice_end(const Patience& patience) {
-  const Nanos until = std::min(patience.deadline, monotonic_now() + kSlice);
+  const Nanos until = std::min(patience.deadline, monotonic_now() + kIoSlice);
   return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until));
 }
 

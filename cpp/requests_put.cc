@@ -1,5 +1,6 @@
 // put: reserve → write → commit | abort (requests.h).
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "requests_parts.h"
@@ -15,11 +16,18 @@ bool lengths_fit(const std::vector<uint64_t>& lengths, uint64_t pool_bytes) {
   });
 }
 
-bool well_formed(const wire::Reserve& message, uint64_t pool_bytes) {
+// Their checksums must fit one commit; and what a put costs here is bounded, whatever its parts.
+bool parts_fit(const std::vector<uint64_t>& lengths, uint64_t part_bytes) {
+  uint64_t parts = 0;
+  for (const uint64_t length : lengths) parts += (length - 1) / part_bytes + 1;
+  return parts <= wire::kBodyBytesMax / sizeof(uint32_t);
+}
+
+bool well_formed(const wire::Reserve& message, uint64_t pool_bytes, uint64_t part_bytes) {
   return message.skip <= message.keys.size() &&
          message.lengths.size() == message.keys.size() - message.skip &&
          (message.texts.empty() || message.texts.size() == message.keys.size()) &&
-         lengths_fit(message.lengths, pool_bytes);
+         lengths_fit(message.lengths, pool_bytes) && parts_fit(message.lengths, part_bytes);
 }
 
 PutRequest put_request(const wire::Reserve& message, LocalStore& store) {
@@ -86,7 +94,8 @@ Outcome granted_in_time(const RequestContext& context, const std::shared_ptr<Gra
 
 Outcome serve_reserve(const RequestContext& context, const wire::Reserve& message, Nanos now) {
   LocalStore& store = context.session->store;
-  if (!well_formed(message, store.pool_bytes())) return refused("a put that is none");
+  if (!well_formed(message, store.pool_bytes(), store.session().part_bytes()))
+    return refused("a put that is none");
   if (message.attempt == AttemptId{} || !context.session->claim(message.attempt))
     return refused("a put by a name that is in use, or was given up");
   auto grants = store.reserve(put_request(message, store), {});
@@ -130,7 +139,9 @@ Outcome serve_write(const RequestContext& context, const wire::Write& message,
     return refused("a write to a put that is over");
   Outcome outcome;
   Sink& sink = outcome.sink.emplace();
-  bool valid = message.first % grants->part_bytes == 0;
+  bool valid = message.first % grants->part_bytes == 0 &&
+               std::ranges::adjacent_find(message.items, std::greater_equal()) ==
+                   message.items.end();  // each once
   for (const uint32_t item : message.items) {
     valid = valid && item < grants->items.size() && grants->statuses[item] == Status::kOk &&
             message.first < grants->items[item].length &&
@@ -205,8 +216,9 @@ Outcome serve_put(const RequestContext& context, wire::Reserve message, uint64_t
   LocalStore& store = context.session->store;
   uint64_t total = 0;
   for (const uint64_t length : message.lengths) total += std::min(length, payload_bytes + 1);
-  if (!well_formed(message, store.pool_bytes()) || total != payload_bytes ||
-      payload_bytes > wire::kInlineBytesMax || message.parts.size() != message.lengths.size())
+  if (!well_formed(message, store.pool_bytes(), store.session().part_bytes()) ||
+      total != payload_bytes || payload_bytes > wire::kInlineBytesMax ||
+      message.parts.size() != message.lengths.size())
     return refused("an inline put that is none");
   message.attempt = {};  // it ends with its connection: nobody needs to name it
   const auto grants = store.reserve(put_request(message, store), {});

@@ -52,19 +52,14 @@ uint64_t machine_available() {
   return UINT64_MAX;  // no /proc: the kernel decides when pages are taken
 }
 
-// cgroup v2: the smallest room left from this process's group up to the root.
-uint64_t cgroup_available() {
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  std::string group;
-  while (std::getline(file, line)) {
-    if (line.rfind("0::", 0) == 0) group = line.substr(3);
-  }
+// The smallest room left from a group up to the root of its hierarchy.
+uint64_t group_available(const std::string& root, std::string group, const char* limit_name,
+                         const char* used_name) {
   uint64_t room = UINT64_MAX;
   while (!group.empty()) {
-    const std::string folder = "/sys/fs/cgroup" + (group == "/" ? std::string() : group);
-    const std::string limit = read_line(folder + "/memory.max");
-    const std::string used = read_line(folder + "/memory.current");
+    const std::string folder = root + (group == "/" ? std::string() : group);
+    const std::string limit = read_line(folder + limit_name);
+    const std::string used = read_line(folder + used_name);
     if (!limit.empty() && limit != "max" && !used.empty()) {
       const uint64_t most = strtoull(limit.c_str(), nullptr, 10);
       const uint64_t now = strtoull(used.c_str(), nullptr, 10);
@@ -73,6 +68,28 @@ uint64_t cgroup_available() {
     if (group == "/") break;
     const size_t slash = group.rfind('/');
     group = slash == 0 ? "/" : group.substr(0, slash);
+  }
+  return room;
+}
+
+// Of this process's memory cgroup, v2 ("0::/group") or v1 ("4:memory:/group").
+uint64_t cgroup_available() {
+  std::ifstream file("/proc/self/cgroup");
+  std::string line;
+  uint64_t room = UINT64_MAX;
+  while (std::getline(file, line)) {
+    const size_t colon = line.find(':');
+    const size_t second = line.find(':', colon + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(colon + 1, second - colon - 1);
+    const std::string group = line.substr(second + 1);
+    if (controllers.empty()) {
+      room = std::min(room,
+                      group_available("/sys/fs/cgroup", group, "/memory.max", "/memory.current"));
+    } else if (controllers == "memory") {
+      room = std::min(room, group_available("/sys/fs/cgroup/memory", group,
+                                            "/memory.limit_in_bytes", "/memory.usage_in_bytes"));
+    }
   }
   return room;
 }

@@ -55,14 +55,18 @@ struct Patience {
   const std::atomic<bool>* cancelled = nullptr;
 };
 
+// A call looks at both this often while it waits.
+inline constexpr Nanos kIoSlice = 50 * kMillisecond;
+
 enum class Io : uint8_t { kDone, kTimedOut, kCancelled, kLost, kRefused };  // by the peer's words
+
+// kDone: not yet.
+Io patience_over(const Patience& patience);
 
 // Blocking sockets whose system calls return after kIoSlice at most.
 Socket connect_to(const Address& address, const Patience& patience, std::string* error);
 // Not blocking, and its address as bound (a port of 0 is chosen by the system).
 Socket listen_on(const Address& address, Address* bound, std::string* error);
-// Removes the unix sockets in `folder` that nobody listens on any more.
-void sweep_sockets(const std::string& folder);
 
 // Sends, or fills, all of it. `pieces` are used up.
 Io send_all(int fd, std::span<iovec> pieces, const Patience& patience);

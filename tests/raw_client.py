@@ -10,11 +10,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import raw
-from builders import block, is_block
+from builders import MIB, block, is_block
 from small_node import ANY, TOKEN, SmallNode
 from told import Told, serve_lines
 
@@ -24,9 +25,15 @@ import kvstore
 class RawClient(Told):
     """The process. `ask` it for the methods of Actor."""
 
-    def __init__(self, node: SmallNode, transport: str, name: str = "client") -> None:
+    def __init__(
+        self,
+        node: SmallNode,
+        transport: str,
+        name: str = "client",
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         options = {"address": node.address(transport), "transport": transport}
-        super().__init__("raw_client.py", node.folder / f"{name}.log", options)
+        super().__init__("raw_client.py", node.folder / f"{name}.log", options, environment)
 
 
 class Actor:
@@ -180,6 +187,19 @@ class Actor:
         """A put in parts that is not committed yet."""
         self.writing = self.store.writing([name], block_bytes=length)
         self.writing.__enter__()
+
+    def finish(self, number: int) -> bool:
+        """Of a put of one part."""
+        self.writing.part(0, block(number, MIB)[None])
+        return bool(self.writing.commit().ok)
+
+    def put_and_get(self, name: str, number: int) -> bool:
+        got = bytearray(MIB)
+        put = self.store.put([name], block(number, MIB)[None])
+        return put.ok and self.store.get([name], [got]).ok and is_block(got, number)
+
+    def get_in(self, name: str, timeout_s: float) -> str:
+        return str(self.store.get([name], [bytearray(MIB)], timeout=timeout_s)[0].name)
 
     def open_hit(self, name: str) -> int:
         self.match = self.store.match_prefix([name])

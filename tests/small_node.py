@@ -4,10 +4,12 @@ The child, this file run by name, is a `_core.Node` and a `_core.Server`. `kvsto
 two objects behind options for people; these deadlines are not among them.
 """
 
+import ctypes
 import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from kvstore import _core
 MIB = 1 << 20
 TOKEN = b"a secret of these tests"
 ANY = kvstore.BlockSpec("any", block_bytes=None)
+NOBODY = 65534
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 4096, 16384, 1 << 18
 HELD = ("granted_blocks", "leased_blocks", "view_bytes", "stuck_bytes")
 DEFAULTS: dict[str, Any] = {
     "dram_bytes": 16 * MIB,
@@ -33,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
     "io_threads": 2,
     "connections_max": 4096,
     "limits": {},  # RLIMIT_...: value, set before anything else
+    "without_privileges": False,  # root becomes nobody
+    "cgroup": None,  # [what /proc/self/cgroup says, {file below /sys/fs/cgroup: text}]
 }
 
 
@@ -103,6 +109,25 @@ def small_node(folder: Path, **options: Any) -> Iterator[SmallNode]:
 # ---- the child -----------------------------------------------------------------------------------
 
 
+def pretend_cgroup(own: str, files: dict[str, str]) -> None:
+    """In a mount namespace of its own, so that no group of this machine is touched."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result: int) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    root, told = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/own")
+    check(libc.unshare(CLONE_NEWNS))
+    check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    check(libc.mount(b"tmpfs", bytes(root), b"tmpfs", 0, None))
+    for name, text in {**files, told.name: own}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    check(libc.mount(bytes(told), f"/proc/{os.getpid()}/cgroup".encode(), None, MS_BIND, None))
+    assert Path("/proc/self/cgroup").read_text() == own
+
+
 def open_node(options: dict[str, Any]) -> tuple[_core.Node, _core.Server]:
     names = ("dram_bytes", "lock_memory", "lease_ns", "grant_ns")
     node = _core.Node(
@@ -126,6 +151,7 @@ class Actor:
         self.usage: Callable[[], Any] = store.usage
         self.audit: Callable[[], Any] = store.audit
         self.settle = lambda: store.settle(60 * 10**9)
+        self.wall_clock: Callable[[], Any] = time.time
         self.stop = lambda: server.stop(5 * 10**9)
 
 
@@ -133,6 +159,15 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
+    if options["cgroup"]:
+        try:
+            pretend_cgroup(*options["cgroup"])
+        except OSError as error:
+            tell_parent({"error": "OSError", "message": str(error)})
+            return
+    if options["without_privileges"] and os.getuid() == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
     try:
         node, server = open_node(options)
     except kvstore.KvstoreError as error:
