@@ -1,5 +1,9 @@
 """A node that is reborn, and several clients of one: other connections, processes and forks."""
 
+import itertools
+import random
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,6 +93,61 @@ def test_every_call_works_again_after_a_rebirth(transport: str, tmp_path: Path) 
             assert store.list()[0].length == 200_000
             assert_node_idle(store)
         store.close()
+
+
+def work(place: str, transport: str, worker: int, stop: threading.Event) -> int:
+    """Puts, gets, reads and views until told to stop, whatever the node does; how often it hit."""
+    size, hits = 150_000, 0
+    got = np.zeros((2, size), np.uint8)
+    store = kvstore.connect(place, ANY, transport=transport, timeout_s=0.5)
+    for number in itertools.count():
+        if stop.is_set():
+            store.close()
+            return hits
+        keys = [f"{worker} {number % 20}", f"{(worker + 1) % 4} {number % 20}"]
+        ids = [worker << 32 | number % 20, (worker + 1) % 4 << 32 | number % 20]
+        put = store.put(keys[:1], blocks(ids[:1], size))
+        assert set(put) <= {Status.OK, Status.EXISTS, Status.OUT_OF_SPACE, *LOST}
+        if put[0] in LOST:
+            stop.wait(0.02)  # the cores are for the node that starts
+        result = store.get(keys, list(got))
+        for i, status in enumerate(result):
+            assert status in (Status.OK, Status.MISS, *LOST)
+            assert status is not Status.OK or is_block(got[i], ids[i])
+            hits += status is Status.OK
+        try:
+            with store.match_prefix(keys) as hit:
+                if transport == "shm" and number % 2:
+                    for i, extents in enumerate(hit.views()):
+                        assert is_block(b"".join(extents), ids[i])
+                else:
+                    result = hit.read(list(got))
+                    for i in range(result.blocks):
+                        assert is_block(got[i], ids[i])
+        except (kvstore.LeaseRevoked, kvstore.ViewsRefused, kvstore.NodeUnavailable):
+            continue
+    raise AssertionError
+
+
+@transports
+def test_a_node_killed_under_load_never_gives_wrong_bytes(transport: str, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    random_s = random.Random(seed)
+    stop = threading.Event()
+    with NodeProcess(tmp_path, view_fraction=1) as node, ThreadPoolExecutor(4) as pool:
+        workers = [pool.submit(work, node.address, transport, i, stop) for i in range(4)]
+        try:
+            for _ in range(2):
+                time.sleep(0.3 + random_s.random() * 0.1)  # at any moment
+                node.restart()
+                with kvstore.connect(node.address, ANY, timeout_s=CALL_TIMEOUT_S) as store:
+                    until(lambda s=store: s.usage().hits > 0)  # they are back
+        finally:
+            stop.set()
+        assert all(worker.result(30) > 0 for worker in workers)
+        with connected(node, ANY) as store:
+            store.clear()
 
 
 # ---- several clients -----------------------------------------------------------------------------

@@ -115,18 +115,20 @@ def test_calls_that_walk_through_the_table_have_ten_seconds(nodes: Nodes) -> Non
     node = nodes.take(dram=8 * MIB)
     with ExitStack() as stack:
         calls: list[Callable[[], Any]] = []
+        hits = []
         for transport in REMOTE:
             store = stack.enter_context(
                 connected(node, ANY, transport=transport, timeout_s=SHORT_S)
             )
             assert store.put(["a"], [b"x"], timeout=10).ok
-            hit = store.match_prefix(["a"]).__enter__()
-            stack.callback(hit.close)
+            hits.append(hit := store.match_prefix(["a"]).__enter__())
             calls += [store.list, store.audit, store.clear, hit.verify]
         with node.paused(), ThreadPoolExecutor(len(calls)) as pool:  # all at once: it takes a while
             list(pool.map(lambda call: unavailable(call, LONG_S), calls))
         until(lambda: store.match_prefix(["a"]).by_node != {})
         store.clear()
+        for hit in hits:
+            hit.close()
 
 
 @remote_ways
