@@ -103,7 +103,7 @@ PutArguments::PutArguments(const py::buffer& key_bytes, const Buffers& buffers, 
   request.skip = skip;
   request.lengths = lengths;
   request.texts = texts;
-  request.version = version == 0 ? store.version() : version;
+  request.version = version == 0 && store.local() ? store.version() : version;
   request.chain = chain;
   if (skip + lengths.size() != keys.size())
     raise_error("InvalidArgument", "keys and blocks differ in number");

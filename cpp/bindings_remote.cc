@@ -126,7 +126,10 @@ void translate_lost_node(std::exception_ptr error) {
     if (error) std::rethrow_exception(error);
   } catch (const std::system_error& lost) {
     const py::object type = py::module_::import("kvstore.errors").attr("NodeUnavailable");
-    PyErr_SetString(type.ptr(), lost.what());
+    std::string message = lost.what();  // ends with the code's own words
+    const std::string words = ": " + lost.code().message();
+    if (message.ends_with(words)) message.resize(message.size() - words.size());
+    PyErr_SetString(type.ptr(), message.c_str());
   }
 }
 

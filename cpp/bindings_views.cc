@@ -334,7 +334,8 @@ std::shared_ptr<Grants> reserve(const std::shared_ptr<Store>& store, const py::b
   if (!texts.empty() && texts.size() != named.size())
     raise_error("InvalidArgument", "keys and texts differ in number");
   check_sizes(lengths, *call.transport());
-  PutRequest request{named, skip, lengths, texts, version == 0 ? call->version() : version, chain};
+  PutRequest request{named, skip, lengths, texts, version, chain};
+  if (version == 0 && call->local()) request.version = call->version();
   const CallLimits limits = store->limits_for(timeout_ns);
   std::shared_ptr<GrantBatch> batch;
   without_gil_if(store->gives_up_lock(0), [&] { batch = call->reserve(request, limits); });

@@ -1,6 +1,7 @@
 #include "link.h"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 namespace kvstore {
@@ -90,26 +91,43 @@ Io Link::send_payload(std::span<iovec> pieces, const Patience& patience) {
   return send_all(socket_.fd(), pieces, patience);
 }
 
+// What came with the head first.
 Io Link::receive_payload(std::span<iovec> pieces, const Patience& patience) {
+  while (!ahead_.empty() && !pieces.empty()) {
+    const size_t bytes = std::min(ahead_.size(), pieces.front().iov_len);
+    memcpy(pieces.front().iov_base, ahead_.data(), bytes);
+    ahead_ = ahead_.subspan(bytes);
+    pieces = skip_front(pieces, bytes);
+  }
   return receive_all(socket_.fd(), pieces, patience);
+}
+
+// Until `ahead_` has so many bytes; the buffer is larger.
+Io Link::look_ahead(size_t bytes, const Patience& patience) {
+  if (ahead_.size() >= bytes) return Io::kDone;
+  std::copy(ahead_.begin(), ahead_.end(), buffer_.begin());
+  size_t received = 0;
+  const Io io = receive_some_of(socket_.fd(), std::span(buffer_).subspan(ahead_.size()),
+                                bytes - ahead_.size(), patience,
+                                takes_descriptors_ ? &descriptors_ : nullptr, &received);
+  ahead_ = std::span(buffer_).first(ahead_.size() + received);
+  return io;
 }
 
 Io Link::receive(wire::Type expected, const Patience& patience) {
   static const bool may_spin = std::thread::hardware_concurrency() > 2;
   if (may_spin && spin_paid_) spin_paid_ = spin_for_input(socket_.fd(), kSpin);
   const Nanos began = may_spin && !spin_paid_ ? monotonic_now() : 0;
-  std::array<uint8_t, wire::kHeaderBytes> head;
-  iovec piece = piece_of(head.data(), head.size());
-  std::vector<Socket>* const descriptors = takes_descriptors_ ? &descriptors_ : nullptr;
-  Io io = receive_all(socket_.fd(), {&piece, 1}, patience, descriptors);
+  Io io = look_ahead(wire::kHeaderBytes, patience);
   if (io != Io::kDone) return io;
   if (began != 0) spin_paid_ = monotonic_now() - began < kSpin;
-  const auto header = wire::decode_header(head, body_bytes_max_);
+  const auto header = wire::decode_header(ahead_.first<wire::kHeaderBytes>(), body_bytes_max_);
   if (!header) return Io::kLost;
+  ahead_ = ahead_.subspan(wire::kHeaderBytes);
   header_ = *header;
   body_.resize(header_.body_bytes);
-  piece = piece_of(body_.data(), body_.size());
-  io = receive_all(socket_.fd(), {&piece, 1}, patience, descriptors);
+  iovec piece = piece_of(body_.data(), body_.size());
+  io = receive_payload({&piece, 1}, patience);
   if (io != Io::kDone) return io;
   if (header_.type == wire::Type::kRefusal) {
     auto refusal = wire::decode<wire::Refusal>(body_);

@@ -4,6 +4,7 @@
 // Owns: its socket. After anything but kDone the connection is of no more use.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <span>
 #include <string>
@@ -68,6 +69,7 @@ class Link {
   Io send(wire::Type type, const std::vector<uint8_t>& body, uint64_t payload_bytes,
           const Patience& patience);
   Io receive(wire::Type expected, const Patience& patience);
+  Io look_ahead(size_t bytes, const Patience& patience);
 
   Socket socket_;
   wire::Welcome welcome_;
@@ -80,6 +82,8 @@ class Link {
   uint32_t body_bytes_max_ = wire::kHelloBytesMax;
   wire::FrameHeader header_;
   std::vector<uint8_t> body_;
+  std::array<uint8_t, 4096> buffer_;  // a short reply comes whole with its header
+  std::span<uint8_t> ahead_;          // come, not yet used
   bool spin_paid_ = true;
 };
 

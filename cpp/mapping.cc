@@ -5,16 +5,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
 #ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22  // Linux 5.14; older headers lack these
-#define MADV_POPULATE_WRITE 23
+#define MADV_POPULATE_READ 22  // Linux 5.14; older headers lack it
 #endif
 
 namespace kvstore {
 namespace {
+
+constexpr uint64_t kPopulateBytes = uint64_t{32} << 20;  // in one step
+constexpr uint64_t kWorthPreparing = uint64_t{64} << 10;
+constexpr uint64_t kPageBytes = uint64_t{64} << 10;  // or a part of it
 
 // Long enough, and never shorter: else reading it could end the process.
 bool holds(const Socket& file, uint64_t bytes) {
@@ -78,11 +82,37 @@ uint64_t Mapping::generation(uint32_t slot) const {
   return headers_[slot].generation.load(std::memory_order_acquire);
 }
 
-void Mapping::populate(uint64_t first, uint64_t bytes, bool for_writing) {
-  uint8_t* const start = for_writing ? writable_.load() : readable_;
-  // A hint: pages that are not there yet come with their first use.
-  if (start != nullptr)
-    madvise(start + first, bytes, for_writing ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+namespace {
+
+// Reading makes entries that can be written too, where the mapping can be, at a quarter of the
+// price of writing. A hint: what does not come now comes with its first use.
+void enter(uint8_t* start, uint64_t bytes) { madvise(start, bytes, MADV_POPULATE_READ); }
+
+}  // namespace
+
+bool Mapping::populate(uint64_t backed, const std::atomic<bool>& stopping) {
+  const auto up_to = [&](uint8_t* memory, std::atomic<uint64_t>& done) {
+    while (done.load() < backed && !stopping.load()) {
+      const uint64_t step = std::min(kPopulateBytes, backed - done.load());
+      enter(memory + done.load(), step);
+      done.fetch_add(step);
+    }
+    return done.load() == bytes_;
+  };
+  const bool read = up_to(readable_, populated_);
+  uint8_t* const second = writable_.load();
+  return (second == nullptr || up_to(second, populated_writable_)) && read;
+}
+
+void Mapping::prepare(const std::vector<Extent>& extents, bool for_writing) const {
+  const uint64_t done = (for_writing ? populated_writable_ : populated_).load();
+  uint8_t* const memory = for_writing ? writable_.load() : readable_;
+  if (done == bytes_) return;
+  for (const Extent& extent : extents) {
+    if (extent.bytes < kWorthPreparing || extent.offset + extent.bytes <= done) continue;
+    const uint64_t first = extent.offset / kPageBytes * kPageBytes;
+    enter(memory + first, extent.offset + extent.bytes - first);
+  }
 }
 
 }  // namespace kvstore

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "segment.h"
 #include "sockets.h"
@@ -33,9 +34,14 @@ class Mapping {
   bool contains(const Extent& extent) const {
     return extent.offset <= bytes_ && extent.bytes <= bytes_ - extent.offset;
   }
-  // Brings [first, first + bytes) into the page tables. REQUIRES: the node has backed it.
-  void populate(uint64_t first, uint64_t bytes, bool for_writing);
   bool has_writable() const { return writable_.load() != nullptr; }
+
+  // Enters memory into this process's page tables, which a first touch by a copy does at several
+  // times the price. In the background, all of it up to what the node has backed; true once it is
+  // all there. REQUIRES: one thread at a time.
+  bool populate(uint64_t backed, const std::atomic<bool>& stopping);
+  // What is about to be copied, as far as the background has not been there yet.
+  void prepare(const std::vector<Extent>& extents, bool for_writing) const;
 
  private:
   Mapping();
@@ -47,6 +53,8 @@ class Mapping {
   const SlotHeader* headers_ = nullptr;
   uint64_t bytes_ = 0;
   uint64_t header_bytes_ = 0;
+  std::atomic<uint64_t> populated_{0};           // from the front
+  std::atomic<uint64_t> populated_writable_{0};  // of the second mapping
 };
 
 }  // namespace kvstore

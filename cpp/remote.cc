@@ -9,23 +9,17 @@ namespace {
 constexpr unsigned kLinksMax = 32;
 constexpr Nanos kFirstPause = 10 * kMillisecond;  // after a failed try, then twice as long
 constexpr unsigned kPauseDoublings = 7;           // up to 1.28 s
-constexpr Nanos kSlice = 50 * kMillisecond;
 constexpr std::chrono::milliseconds kKeeperPause{100};
 constexpr std::chrono::milliseconds kQuietPause{1000};
-constexpr uint64_t kPopulateBytes = uint64_t{32} << 20;
 
 bool over(const Patience& patience, Io* failed) {
-  if (patience.cancelled != nullptr && patience.cancelled->load())
-    *failed = Io::kCancelled;
-  else if (monotonic_now() >= patience.deadline)
-    *failed = Io::kTimedOut;
-  else
-    return false;
-  return true;
+  const Io io = patience_over(patience);
+  if (io != Io::kDone) *failed = io;
+  return io != Io::kDone;
 }
 
 std::chrono::steady_clock::time_point slice_end(const Patience& patience) {
-  const Nanos until = std::min(patience.deadline, monotonic_now() + kSlice);
+  const Nanos until = std::min(patience.deadline, monotonic_now() + kIoSlice);
   return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until));
 }
 
@@ -151,6 +145,7 @@ bool Remote::install(Opened opened, std::string* error) {
   pool_bytes_.store(welcome.pool_bytes);
   view_bytes_max_.store(welcome.view_bytes_max);
   control_ = std::move(opened.control);
+  last_error_.clear();
   return true;
 }
 
@@ -200,7 +195,7 @@ void Remote::saw_version(uint32_t version, uint64_t incarnation) {
 
 // ---- connections -------------------------------------------------------------------------------
 
-Remote::Line Remote::take(const Patience& patience, Io* failed) {
+Remote::Line Remote::take(const Patience& patience, Io* failed, bool check) {
   bool tried_again = false;
   wire::Why why{};
   std::unique_lock lock(mutex_);
@@ -208,7 +203,7 @@ Remote::Line Remote::take(const Patience& patience, Io* failed) {
     while (!idle_.empty()) {
       Line line{std::move(idle_.back()), incarnation_.load()};
       idle_.pop_back();
-      if (!line.link->idle_and_alive()) continue;
+      if (check && !line.link->idle_and_alive()) continue;
       ++num_out_;
       return line;
     }
@@ -239,7 +234,7 @@ Remote::Line Remote::take(const Patience& patience, Io* failed) {
     lock.lock();
     if (line) return line;
     --num_out_;
-    given_.notify_one();
+    given_.notify_all();
     // The session has ended, or the node is another by now: once more, with a new one.
     const bool ended = *failed == Io::kRefused && why == wire::Why::kSession;
     if (!ended || tried_again) return {};
@@ -255,7 +250,7 @@ void Remote::give(Line line) {
     if (line.incarnation == incarnation_.load() && !ending_.load())
       idle_.push_back(std::move(line.link));
   }
-  given_.notify_one();
+  given_.notify_all();
 }
 
 void Remote::drop(Line line) {
@@ -264,7 +259,7 @@ void Remote::drop(Line line) {
     --num_out_;
     if (!line.link->refusal().empty()) last_error_ = line.link->refusal();
   }
-  given_.notify_one();
+  given_.notify_all();
 }
 
 // ---- what is owed ------------------------------------------------------------------------------
@@ -342,33 +337,18 @@ void Remote::wake_keeper() {
   keeper_wakes_.notify_all();
 }
 
-// Enters into this process's page tables what the node has backed; a first touch by a copy costs
-// five times as much. True: all of it is there.
+// True: all of the mapped memory is in the page tables.
 bool Remote::populate() {
   const uint64_t incarnation = incarnation_.load();
   const std::shared_ptr<Mapping> mapped = mapping(incarnation);
-  if (mapped == nullptr) return true;
-  if (populated_of_ != incarnation) {
-    populated_of_ = incarnation;
-    populated_ = populated_for_writing_ = 0;
-  }
-  const bool writes = mapped->has_writable();
-  if (populated_ == mapped->bytes() && (!writes || populated_for_writing_ == mapped->bytes()))
-    return true;
+  if (mapped == nullptr || mapped->populate(0, ending_)) return true;
   wire::UsageIs usage;
   if (ask(wire::Usage{}, &usage, patience(), true) != Io::kDone) return false;
   uint64_t backed = 0;  // the node backs its memory from the front
-  for (const wire::Count& count : usage.counts)
+  for (const wire::Count& count : usage.counts) {
     if (count.name == "capacity_bytes") backed = std::min(count.value, mapped->bytes());
-  for (const bool for_writing : {false, true}) {
-    uint64_t& done = for_writing ? populated_for_writing_ : populated_;
-    while ((!for_writing || writes) && done < backed && !ending_.load()) {
-      const uint64_t step = std::min(kPopulateBytes, backed - done);
-      mapped->populate(done, step, for_writing);
-      done += step;
-    }
   }
-  return populated_ == mapped->bytes() && (!writes || populated_for_writing_ == mapped->bytes());
+  return incarnation == incarnation_.load() && mapped->populate(backed, ending_);
 }
 
 }  // namespace kvstore

@@ -53,7 +53,9 @@ class Remote {
     uint64_t incarnation = 0;
     explicit operator bool() const { return link != nullptr; }
   };
-  Line take(const Patience& patience, Io* failed);
+  // `check`: not one whose node is known to have gone; where asking again is no harm, that need not
+  // be looked at before.
+  Line take(const Patience& patience, Io* failed, bool check = true);
   void give(Line line);  // whole: what was asked has been answered
   void drop(Line line);  // broken, or in the middle of something
 
@@ -64,7 +66,7 @@ class Remote {
          uint64_t* incarnation = nullptr) {
     while (true) {
       Io io = Io::kDone;
-      Line line = take(patience, &io);
+      Line line = take(patience, &io, !again);
       if (!line) return io;
       if (incarnation != nullptr) *incarnation = line.incarnation;
       io = line.link->ask(message, answer, patience);
@@ -139,10 +141,6 @@ class Remote {
   std::condition_variable given_;  // a connection, or the end of connecting
   std::condition_variable keeper_wakes_;
   std::thread keeper_;
-  // The keeper's own.
-  uint64_t populated_ = 0;
-  uint64_t populated_for_writing_ = 0;
-  uint64_t populated_of_ = 0;  // incarnation
 };
 
 }  // namespace kvstore

@@ -249,12 +249,12 @@ void Session::let_go(LeaseBatch& batch, bool revoked) {
   leases_.erase(batch.id);
 }
 
-bool Session::make_view(LeaseBatch& batch) {
+bool Session::make_view(LeaseBatch& batch, bool guess) {
   const std::lock_guard lock(mutex_);
   if (batch.ended) return false;
   if (batch.kind == LeaseKind::kView) return true;
   const uint64_t before = limits_.view_bytes.fetch_add(batch.bytes);
-  if (before + batch.bytes > limits_.view_bytes_max) {
+  if (before + batch.bytes > limits_.view_bytes_max / (guess ? 2 : 1)) {
     limits_.view_bytes.fetch_sub(batch.bytes);
     return false;
   }

@@ -133,8 +133,9 @@ class Session {
   bool begin_read(LeaseBatch& batch);
   void end_read(LeaseBatch& batch);
   Released release(LeaseBatch& batch);
-  // Copying leases become views, within the bound; false if it is reached or the lease is gone.
-  bool make_view(LeaseBatch& batch);
+  // Copying leases become views, within the bound; false if it is reached or the lease is gone. A
+  // guess that views will be wanted takes no more than half of it.
+  bool make_view(LeaseBatch& batch, bool guess = false);
   AttemptId ticket(LeaseBatch& batch);
   // Leases of the same blocks for another session, if this one has issued `ticket` and still holds
   // it.

@@ -1,7 +1,6 @@
 #include "sockets.h"
 
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -31,9 +30,6 @@
 namespace kvstore {
 namespace {
 
-constexpr Nanos kIoSlice = 50 * kMillisecond;  // then cancelled and deadline are looked at
-constexpr size_t kPiecesMax = 1024;            // the kernel's own bound
-constexpr size_t kDescriptorsMax = 4;          // passed beside one message
 constexpr int kBacklog = 1024;
 
 // ---- fork --------------------------------------------------------------------------------------
@@ -124,62 +120,12 @@ void limit_calls(int fd) {
   set_option(fd, SOL_SOCKET, SO_SNDTIMEO, slice);
 }
 
-// ---- waiting -----------------------------------------------------------------------------------
+}  // namespace
 
 Io patience_over(const Patience& patience) {
   if (patience.cancelled != nullptr && patience.cancelled->load()) return Io::kCancelled;
   if (patience.deadline != kNever && monotonic_now() >= patience.deadline) return Io::kTimedOut;
   return Io::kDone;
-}
-
-bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
-
-// Flags for the next call: the socket's own slice bounds it, unless the deadline is closer.
-int wait_if_close(int fd, short events, const Patience& patience) {
-  if (patience.deadline == kNever) return 0;
-  const Nanos left = patience.deadline - monotonic_now();
-  if (left >= kIoSlice) return 0;
-  pollfd waiting{fd, events, 0};
-  const timespec wait{0, std::max<Nanos>(left, 0)};
-  ppoll(&waiting, 1, &wait, nullptr);
-  return MSG_DONTWAIT;
-}
-
-msghdr message_of(std::span<const iovec> pieces) {
-  msghdr message{};
-  message.msg_iov = const_cast<iovec*>(pieces.data());  // the kernel only reads it
-  message.msg_iovlen = std::min(pieces.size(), kPiecesMax);
-  return message;
-}
-
-struct Control {
-  alignas(cmsghdr) char bytes[CMSG_SPACE(kDescriptorsMax * sizeof(int))];
-};
-
-void take_descriptors(msghdr* message, std::vector<Socket>* descriptors) {
-  for (cmsghdr* part = CMSG_FIRSTHDR(message); part != nullptr; part = CMSG_NXTHDR(message, part)) {
-    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
-    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (size_t i = 0; i < count; ++i) {
-      int fd;
-      memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof fd);
-      descriptors->emplace_back(fd);
-    }
-  }
-}
-
-}  // namespace
-
-std::span<iovec> skip_front(std::span<iovec> pieces, size_t bytes) {
-  while (!pieces.empty() && bytes >= pieces.front().iov_len) {
-    bytes -= pieces.front().iov_len;
-    pieces = pieces.subspan(1);
-  }
-  if (bytes > 0) {
-    pieces.front().iov_base = static_cast<uint8_t*>(pieces.front().iov_base) + bytes;
-    pieces.front().iov_len -= bytes;
-  }
-  return pieces;
 }
 
 std::string errno_text(int error) { return std::generic_category().message(error); }
@@ -350,103 +296,6 @@ Socket listen_on(const Address& address, Address* bound, std::string* error) {
   getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&name), &bytes);
   bound->host = numeric(reinterpret_cast<const sockaddr*>(&name), bytes, &bound->port);
   return socket;
-}
-
-void sweep_sockets(const std::string& folder) {
-  DIR* const listing = opendir(folder.c_str());
-  if (listing == nullptr) return;
-  while (const dirent* entry = readdir(listing)) {
-    const std::string path = folder + "/" + entry->d_name;
-    struct stat what;
-    sockaddr_un name;
-    std::string error;
-    if (path.ends_with(".sock") && lstat(path.c_str(), &what) == 0 && S_ISSOCK(what.st_mode) &&
-        fill_unix(path, &name, &error) && !answers(name))
-      unlink(path.c_str());
-  }
-  closedir(listing);
-}
-
-// ---- whole messages ----------------------------------------------------------------------------
-
-Io send_all(int fd, std::span<iovec> pieces, const Patience& patience) {
-  pieces = skip_front(pieces, 0);
-  while (!pieces.empty()) {
-    const msghdr message = message_of(pieces);
-    const ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL | wait_if_close(fd, POLLOUT, patience));
-    if (sent > 0) pieces = skip_front(pieces, static_cast<size_t>(sent));
-    if (sent < 0 && !would_block(errno) && errno != EINTR) return Io::kLost;
-    if (pieces.empty()) break;
-    if (const Io over = patience_over(patience); over != Io::kDone) return over;
-  }
-  return Io::kDone;
-}
-
-Io receive_all(int fd, std::span<iovec> pieces, const Patience& patience,
-               std::vector<Socket>* descriptors) {
-  pieces = skip_front(pieces, 0);
-  while (!pieces.empty()) {
-    msghdr message = message_of(pieces);
-    Control control;
-    if (descriptors != nullptr) {
-      message.msg_control = control.bytes;
-      message.msg_controllen = sizeof control.bytes;
-    }
-    const ssize_t got =
-        recvmsg(fd, &message, MSG_WAITALL | MSG_CMSG_CLOEXEC | wait_if_close(fd, POLLIN, patience));
-    if (got > 0 && descriptors != nullptr) take_descriptors(&message, descriptors);
-    if (got == 0 || (got < 0 && !would_block(errno) && errno != EINTR)) return Io::kLost;
-    if (got > 0) pieces = skip_front(pieces, static_cast<size_t>(got));
-    if (pieces.empty()) break;
-    if (const Io over = patience_over(patience); over != Io::kDone) return over;
-  }
-  return Io::kDone;
-}
-
-bool spin_for_input(int fd, Nanos spin) {
-  const Nanos until = monotonic_now() + spin;
-  do {
-    char byte;
-    if (recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || !would_block(errno)) return true;
-  } while (monotonic_now() < until);
-  return false;
-}
-
-bool idle_and_alive(int fd) {
-  char byte;
-  return recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 && would_block(errno);
-}
-
-// ---- the server's side -------------------------------------------------------------------------
-
-Moved receive_some(int fd, std::span<iovec> pieces) {
-  msghdr message = message_of(pieces);
-  while (true) {
-    const ssize_t got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (got > 0) return {Moved::kSome, static_cast<size_t>(got)};
-    if (got < 0 && errno == EINTR) continue;
-    return {got < 0 && would_block(errno) ? Moved::kNothing : Moved::kOver, 0};
-  }
-}
-
-Moved send_some(int fd, std::span<const iovec> pieces, std::span<const int> descriptors) {
-  msghdr message = message_of(pieces);
-  Control control{};
-  if (!descriptors.empty()) {
-    message.msg_control = control.bytes;
-    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
-    cmsghdr* const part = CMSG_FIRSTHDR(&message);
-    part->cmsg_level = SOL_SOCKET;
-    part->cmsg_type = SCM_RIGHTS;
-    part->cmsg_len = CMSG_LEN(descriptors.size_bytes());
-    memcpy(CMSG_DATA(part), descriptors.data(), descriptors.size_bytes());
-  }
-  while (true) {
-    const ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent >= 0) return {Moved::kSome, static_cast<size_t>(sent)};
-    if (errno == EINTR) continue;
-    return {would_block(errno) ? Moved::kNothing : Moved::kOver, 0};
-  }
 }
 
 std::optional<Socket> accept_from(int listener, bool* exhausted) {

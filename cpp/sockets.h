@@ -55,19 +55,26 @@ struct Patience {
   const std::atomic<bool>* cancelled = nullptr;
 };
 
+// A call looks at both this often while it waits.
+inline constexpr Nanos kIoSlice = 50 * kMillisecond;
+
 enum class Io : uint8_t { kDone, kTimedOut, kCancelled, kLost, kRefused };  // by the peer's words
+
+// kDone: not yet.
+Io patience_over(const Patience& patience);
 
 // Blocking sockets whose system calls return after kIoSlice at most.
 Socket connect_to(const Address& address, const Patience& patience, std::string* error);
 // Not blocking, and its address as bound (a port of 0 is chosen by the system).
 Socket listen_on(const Address& address, Address* bound, std::string* error);
-// Removes the unix sockets in `folder` that nobody listens on any more.
-void sweep_sockets(const std::string& folder);
 
-// Sends, or fills, all of it. `pieces` are used up. `descriptors`: those passed beside the bytes.
+// Sends, or fills, all of it. `pieces` are used up.
 Io send_all(int fd, std::span<iovec> pieces, const Patience& patience);
-Io receive_all(int fd, std::span<iovec> pieces, const Patience& patience,
-               std::vector<Socket>* descriptors = nullptr);
+Io receive_all(int fd, std::span<iovec> pieces, const Patience& patience);
+// Receives at least `least` bytes into `out`, and what else is there by then. `descriptors`: those
+// passed beside the bytes, or null.
+Io receive_some_of(int fd, std::span<uint8_t> out, size_t least, const Patience& patience,
+                   std::vector<Socket>* descriptors, size_t* received);
 // Waits for the first byte without sleeping, up to `spin`; true if it came.
 bool spin_for_input(int fd, Nanos spin);
 // Whether the peer has gone, or has said something nobody asked for; at once.

@@ -84,6 +84,7 @@ class Transport {
   virtual Loans& loans() = 0;
 
   // ---- put
+  // A version of 0 is the current one, which a node elsewhere knows best.
   // REQUIRES (all calls): keys.size() <= kBatchBlocksMax; blocks.size() == keys.size() - skip.
   virtual PutOutcome put(const PutRequest& request, const std::vector<BlockMemory>& blocks,
                          const CallLimits& limits) = 0;

@@ -73,10 +73,14 @@ void RemoteStore::end() {
 }
 
 void RemoteStore::fail(Io io) const {
-  const std::errc code = io == Io::kTimedOut    ? std::errc::timed_out
-                         : io == Io::kCancelled ? std::errc::operation_canceled
-                                                : std::errc::not_connected;
-  throw std::system_error(std::make_error_code(code), remote_->last_error());
+  const std::string place = remote_->options().address.text();
+  if (io == Io::kTimedOut)
+    throw std::system_error(std::make_error_code(std::errc::timed_out),
+                            place + ": no answer in time");
+  if (io == Io::kCancelled)
+    throw std::system_error(std::make_error_code(std::errc::operation_canceled),
+                            place + ": the store was closed meanwhile");
+  throw std::system_error(std::make_error_code(std::errc::not_connected), remote_->last_error());
 }
 
 Patience RemoteStore::patience_of(const CallLimits& limits) const {
@@ -293,12 +297,15 @@ std::vector<bool> RemoteStore::exists(std::span<const BlockKey> keys) {
   return {held.begin(), held.end()};
 }
 
-std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer,
-                                                     uint64_t incarnation) const {
+std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer, uint64_t incarnation) {
   auto leases = std::make_shared<RemoteLeases>();
   leases->id = answer.lease;
   leases->incarnation = incarnation;
   leases->mapping = remote_->mapping(incarnation);
+  if (answer.view) {
+    leases->kind = LeaseKind::kView;
+    views_.fetch_add(1);
+  }
   leases->items.resize(answer.blocks.size());
   leases->parts.resize(answer.blocks.size());
   for (size_t i = 0; i < answer.blocks.size(); ++i) {
@@ -318,8 +325,9 @@ std::shared_ptr<RemoteLeases> RemoteStore::leases_of(wire::Leased answer,
 }
 
 std::shared_ptr<RemoteLeases> RemoteStore::lease(std::span<const BlockKey> keys, size_t skip,
-                                                 bool run, const Patience& patience, Io* failed) {
-  wire::Lookup message{{keys.begin(), keys.end()}, static_cast<uint32_t>(skip), run};
+                                                 bool run, const Patience& patience, Io* failed,
+                                                 bool view) {
+  wire::Lookup message{{keys.begin(), keys.end()}, static_cast<uint32_t>(skip), run, view};
   wire::Leased answer;
   uint64_t incarnation = 0;
   *failed = remote_->ask(message, &answer, patience, true, &incarnation);
@@ -333,7 +341,8 @@ std::shared_ptr<RemoteLeases> RemoteStore::lease(std::span<const BlockKey> keys,
 std::shared_ptr<LeaseBatch> RemoteStore::lookup(std::span<const BlockKey> keys, size_t skip,
                                                 bool run) {
   Io failed = Io::kDone;
-  return lease(keys, skip, run, remote_->patience(), &failed);  // none, if it cannot be asked
+  // None, if it cannot be asked.
+  return lease(keys, skip, run, remote_->patience(), &failed, run && views_likely_.load());
 }
 
 Released RemoteStore::release(LeaseBatch& batch) {
@@ -362,7 +371,7 @@ std::vector<Status> RemoteStore::verify(LeaseBatch& batch) {
 
 AttemptId RemoteStore::ticket(LeaseBatch& batch) {
   const auto& leases = static_cast<RemoteLeases&>(batch);
-  if (leases.incarnation != remote_->incarnation()) fail(Io::kLost);
+  if (leases.incarnation != remote_->incarnation()) return {};  // as of a lease that has ended
   return asked<wire::TicketIs>(wire::Ticket{leases.id}, true).ticket;
 }
 

@@ -23,6 +23,7 @@ struct RemoteLeases : LeaseBatch {
   uint64_t incarnation = 0;
   std::vector<std::vector<uint32_t>> parts;  // what the items' `parts` point to
   std::shared_ptr<Mapping> mapping;          // shm: where the blocks are
+  bool looked_at = false;                    // without a copy
 };
 
 class RemoteStore : public Transport {
@@ -76,7 +77,7 @@ class RemoteStore : public Transport {
     if (io != Io::kDone) fail(io);
     return answer;
   }
-  static constexpr Nanos kLong = 60'000 * kMillisecond;  // for what walks through the whole table
+  static constexpr Nanos kLong = 10'000 * kMillisecond;  // for what walks through the whole table
   [[noreturn]] void fail(Io io) const;
   // A call told not to wait, or whose time is over, still moves what it was granted; not for ever.
   Patience patience_of(const CallLimits& limits) const;
@@ -87,8 +88,8 @@ class RemoteStore : public Transport {
                                       const CallLimits& limits);
   PutOutcome put_failed(size_t blocks, Status status) const;
   std::shared_ptr<RemoteLeases> lease(std::span<const BlockKey> keys, size_t skip, bool run,
-                                      const Patience& patience, Io* failed);
-  std::shared_ptr<RemoteLeases> leases_of(wire::Leased answer, uint64_t incarnation) const;
+                                      const Patience& patience, Io* failed, bool view = false);
+  std::shared_ptr<RemoteLeases> leases_of(wire::Leased answer, uint64_t incarnation);
   void complain(const RemoteLeases& leases, size_t item);
   wire::Commit commit_message(const GrantBatch& grants, size_t end, Status otherwise) const;
   PutOutcome finish_put(GrantBatch& grants, size_t end, Io io, wire::PutDone done);
@@ -98,6 +99,9 @@ class RemoteStore : public Transport {
   Copier copier_;
   Loans loans_;
   std::atomic<uint64_t> views_{0};  // view leases not released
+  // Whether the last hits were looked at without a copy: then the next ask for that at once, and a
+  // view costs one trip. Only shm has any.
+  std::atomic<bool> views_likely_{false};
   std::atomic<bool> ended_{false};
 };
 

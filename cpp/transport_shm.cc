@@ -52,6 +52,7 @@ Status ShmStore::write(GrantBatch& grants, const std::vector<BlockMemory>& block
     const auto& item = grants.items[i];
     if (grants.statuses[i] == Status::kOk && !lies_in(*mapping, item.extents, item.length))
       return Status::kUnavailable;
+    if (grants.statuses[i] == Status::kOk) mapping->prepare(item.extents, true);
   }
   return write_blocks(memory, copier_, grants.part_bytes, grants, blocks, range, limits);
 }
@@ -85,6 +86,9 @@ GetOutcome ShmStore::read(LeaseBatch& batch, size_t first, const std::vector<Blo
   for (const auto& item : held) {
     if (item && !readable(leases, *item)) return outcome;
   }
+  for (const auto& item : held) {
+    if (item) leases.mapping->prepare(item->extents, false);
+  }
   uint8_t* const memory = leases.mapping == nullptr ? nullptr : leases.mapping->readable();
   outcome = read_blocks(memory, copier_, leases, first, blocks, range, limits);
   if (outcome.too_small) return outcome;
@@ -110,17 +114,22 @@ Released ShmStore::release(LeaseBatch& batch) {
     return !item || (leases.mapping != nullptr && unmoved(leases, *item));
   });
   if (leases.id != 0) remote_->tell_release(leases.id, leases.incarnation);
-  if (leases.kind == LeaseKind::kView && views_.fetch_sub(1) == 1 && ended_.load()) remote_->end();
+  if (leases.kind == LeaseKind::kView) {
+    if (!leases.looked_at) views_likely_.store(false);
+    if (views_.fetch_sub(1) == 1 && ended_.load()) remote_->end();
+  }
   return leases.revoked ? Released::kRevoked : Released::kHeld;
 }
 
 bool ShmStore::make_view(LeaseBatch& batch) {
   auto& leases = static_cast<RemoteLeases&>(batch);
-  if (leases.kind == LeaseKind::kView) return true;
+  views_likely_.store(true);
   if (leases.ended || leases.incarnation != remote_->incarnation()) return false;
   for (const auto& item : leases.items) {
     if (item && !readable(leases, *item)) return false;
   }
+  leases.looked_at = true;
+  if (leases.kind == LeaseKind::kView) return true;
   wire::ViewMade answer;
   const Io io = remote_->ask(wire::MakeView{leases.id}, &answer, remote_->patience(), true);
   if (io != Io::kDone) fail(io);

@@ -33,11 +33,13 @@ class Writer {
   }
   void raw(const void* bytes, size_t count) {
     const auto* start = static_cast<const uint8_t*>(bytes);
+    if (out_.capacity() < out_.size() + count) out_.reserve(out_.size() + count + kSlack);
     out_.insert(out_.end(), start, start + count);
   }
   std::vector<uint8_t> take() { return std::move(out_); }
 
  private:
+  static constexpr size_t kSlack = 64;  // for the fields behind a list of keys
   std::vector<uint8_t> out_;
 };
 

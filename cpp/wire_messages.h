@@ -204,10 +204,11 @@ struct Lookup {
   std::vector<BlockKey> keys;
   uint32_t skip = 0;
   bool run = true;
+  bool view = false;  // as views at once, if that may be
   template <class C>
   void fields(C& c) {
     c.list(keys);
-    c(skip)(run);
+    c(skip)(run)(view);
   }
 };
 struct Redeem {
@@ -237,10 +238,11 @@ struct Leased {
   static constexpr Type kType = Type::kLeased;
   uint64_t lease = 0;  // zero: nothing is leased
   uint32_t namespace_version = 0;
+  bool view = false;
   std::vector<LeasedBlock> blocks;
   template <class C>
   void fields(C& c) {
-    c(lease)(namespace_version);
+    c(lease)(namespace_version)(view);
     c.list(blocks, 1, kBatchBlocksMax, [&](LeasedBlock& block) { block.fields(c); });
   }
 };

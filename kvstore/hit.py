@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstore import _core
 from kvstore.arguments import check_shape
-from kvstore.errors import InvalidArgument, StoreClosed
+from kvstore.errors import InvalidArgument, NodeUnavailable, StoreClosed
 from kvstore.spec import BlockSpec
 from kvstore.types import GetResult, PutResult, Status
 
@@ -249,6 +249,10 @@ class Writing:
         buffers.release()
         if status is not Status.OK:
             self._grants.abort()
+            if status is Status.UNAVAILABLE:
+                raise NodeUnavailable("the node this put was begun at was lost; put again")
+            if status is Status.CANCELLED:
+                raise StoreClosed("the store was closed while the part was written")
             raise TimeoutError(f"writing the part took longer than {self._timeout_ns / 1e9:g} s")
         part_bytes = self._spec.parts.part_bytes
         self._missing -= set(range(start // part_bytes, -(-(start + length) // part_bytes)))

@@ -48,7 +48,8 @@ class Log:
         """`fields` follow the event, in their order."""
         if self._as_json:
             seconds = round(time.monotonic() - self._start_s, 3)
-            line = json.dumps({**fields, "seconds": seconds, "level": level, "event": event})
+            head = {"seconds": seconds, "level": level, "event": event}
+            line = json.dumps({**head, **fields, **head})  # in this order, by these names
         else:
             pairs = "".join(f" {name}={_logfmt(str(value))}" for name, value in fields.items())
             mark = "" if level == "info" else f"{level}: "
@@ -116,14 +117,19 @@ def _listen(
         log_evictions=False,
     )
     with _socket_path(options, environment, log) as path:
-        server = _core.Server(
-            node,
-            listen=list(options.listen),
-            socket=path,
-            token=token,
-            io_threads=options.io_threads,
-            connections_max=options.connections_max,
-        )
+        try:
+            server = _core.Server(
+                node,
+                listen=list(options.listen),
+                socket=path,
+                token=token,
+                io_threads=options.io_threads,
+                connections_max=options.connections_max,
+            )
+        except CannotListen as error:
+            raise CannotListen(
+                f"{error}; stop who has it, or give another by --listen or --socket"
+            ) from None
     return server, path
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,26 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def trace_dir() -> Path:
     """The folder of recorded traces; tests that ask for it carry the marker `trace`."""
     return Path(os.environ["KVSTORE_TRACES"])
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Nodes that the tests of a module share (tests/ways.py)."""
+    from ways import Nodes
+
+    shared = Nodes(tmp_path_factory.mktemp("nodes"))
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, nodes: Any, tmp_path: Path) -> Any:
+    """The way to a store that the test is run for: its name is the parameter."""
+    from ways import Way, has_ipv6
+
+    if request.param == "tcp6" and not has_ipv6():
+        pytest.skip("this machine has no [::1]")
+    return Way(request.param, nodes, tmp_path)
 
 
 @pytest.fixture

@@ -58,7 +58,9 @@ def tables() -> tuple[dict[str, int], dict[str, Fields]]:
     numbers: dict[str, int] = {}
     fields: dict[str, Fields] = {}
     for line in lines:
-        number, name, rest = re.fullmatch(r"([ \d]{2}) (\w+) *(.*)", line).groups()  # type: ignore[union-attr]
+        found = re.fullmatch(r"([ \d]{2}) (\w+) *(.*)", line)
+        assert found, line
+        number, name, rest = found.groups()
         if number.strip():
             numbers[name] = int(number)
         fields[name] = []

@@ -282,10 +282,11 @@ def test_interrupting_ends_clean_with_130(tmp_path: Path, clients: int) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        start_new_session=True,
     ) as process:
         assert process.stderr is not None
         assert "200 requests" in process.stderr.readline()  # from here on it replays
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
         rest = process.communicate(timeout=20)[1]
     assert process.returncode == 130
     assert "interrupted" in rest

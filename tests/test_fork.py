@@ -5,43 +5,29 @@ A child reports by its exit code and never returns into pytest.
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import ANY, MIB, block, blocks, is_block, names, opened, run_python
+from builders import (
+    ANY,
+    MIB,
+    block,
+    blocks,
+    in_a_forked_child,
+    is_block,
+    names,
+    opened,
+    run_python,
+)
 
 import kvstore
 
 CHUNK = 100_000
-
-
-def in_a_forked_child(work: Callable[[], object], timeout_s: float = 20) -> int:
-    """Runs it in a fork of this process; the child's exit code, 0 if it neither raised nor hung."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + timeout_s
-    while (waited := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise TimeoutError(f"the child did not end within {timeout_s} s")
-        time.sleep(0.005)
-    return os.waitstatus_to_exitcode(waited[1])
 
 
 def reads_back(store: kvstore.Store, count: int = 4) -> bool:

@@ -77,6 +77,7 @@ def test_a_log_line_is_logfmt_or_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert first == f"kvstore node: session opened {expected}"
     assert second == "kvstore node: warning: refused n=1"
     got = json.loads(third)
+    assert list(got)[:3] == ["seconds", "level", "event"]
     assert 0 <= got.pop("seconds") < 60
     assert got == {**fields, "level": "error", "event": "refused"}
 
@@ -177,8 +178,12 @@ def test_a_token_is_proved_by_both(tmp_path: Path) -> None:
 
 def test_no_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     with node(tmp_path, *FREE, "--socket", tmp_path / "s") as first:
-        assert first.address in refused(tmp_path, "--listen", first.address)
-        assert "in use" in refused(tmp_path, *FREE, "--socket", tmp_path / "s")
+        taken = refused(tmp_path, "--listen", first.address)
+        assert first.address in taken
+        assert "give another by --listen" in taken
+        assert "stop it, or name another path" in refused(
+            tmp_path, *FREE, "--socket", tmp_path / "s"
+        )
     assert "no token" in refused(tmp_path, "--listen", "0.0.0.0:0")
     assert "not enough memory" in refused(tmp_path, *FREE, "--dram", "900TiB")
     assert "numa_node=60000" in refused(tmp_path, *FREE, "--numa-node", 60_000)

@@ -9,18 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import write_private
 
 import kvstore
 from kvstore.errors import InvalidArgument, KvstoreError
 from kvstore.sim import client
 from kvstore.sim.client import Mismatch, Tally
 from kvstore.sim.processes import NodeAddress, replay_by_processes, running_node
-from kvstore.sim.replay import ReplayOptions, make_report, plan, replay
+from kvstore.sim.replay import ReplayOptions, ReplayReport, make_report, plan, replay
 from kvstore.sim.workload import make_trace, summarize, write_trace
 
 TRACE = make_trace(11, 200)
@@ -93,11 +94,18 @@ def test_speed_paces_all_clients() -> None:
 
 def test_a_running_node_is_used_and_left_as_it_was(node: NodeAddress) -> None:
     options = ReplayOptions(block_bytes=1024, clients=2)
-    for generation in (0, 1):  # the second would read the first one's bytes in the same namespace
-        again = dataclasses.replace(options, generation=generation)
-        report = replay_by_processes(TRACE, again, node=node)
-        assert report.ok
-        assert report.block_hit_ratio < 0.9
+    inner: list[ReplayReport] = []
+
+    def another() -> None:
+        """In the same namespace it would read the first one's bytes."""
+        if not inner:
+            other = dataclasses.replace(options, generation=1)
+            inner.append(replay_by_processes(TRACE[:50], other, node=node))
+
+    report = replay_by_processes(TRACE, options, node=node, progress=another)
+    assert report.ok
+    assert inner[0].ok
+    assert report.blocks_left == SUMMARY.distinct_blocks
     spec = kvstore.BlockSpec("any", block_bytes=None)
     with kvstore.connect(node.address, spec, token=node.token) as store:
         assert store.usage().slots == 0
@@ -254,18 +262,21 @@ def test_a_node_that_does_not_start_says_why() -> None:
         replay_by_processes(TRACE, huge)
 
 
-@pytest.fixture
-def command(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A replay of 50 s by two clients, under way."""
-    path = tmp_path / "slow.jsonl"
-    write_trace(path, make_trace(0, 200))
+@contextmanager
+def command(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A replay by two clients, each of which waits for hours after its first request at most."""
+    path = folder / "slow.jsonl"
+    times_ms = [0, 0, *([10**7] * (len(TRACE) - 2))]
+    rows = zip(TRACE, times_ms, strict=True)
+    write_trace(path, [dataclasses.replace(row, timestamp_ms=time_ms) for row, time_ms in rows])
+    asked = ["replay", str(path), "--speed", "1", "--clients", "2", *arguments]
     with subprocess.Popen(
-        [sys.executable, "-m", "kvstore", "replay", str(path), "--speed", "1", "--clients", "2"],
+        [sys.executable, "-m", "kvstore", *asked],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed one leaves its folder
+        env={**os.environ, "TMPDIR": str(folder)},  # a killed one leaves its folder
     ) as process:
-        wait_for(lambda: len(children(process.pid)) == 3)
+        wait_for(lambda: len(children(process.pid)) == (2 if arguments else 3))
         yield process
         process.kill()
 
@@ -274,22 +285,39 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_killed_client_ends_the_command_with_2(command: "subprocess.Popen[str]") -> None:
-    pids = children(command.pid)
-    os.kill(next(pid for pid in pids if "sim.client" in command_of(pid)), signal.SIGKILL)
-    _, stderr = command.communicate(timeout=30)
-    assert command.returncode == 2
+def test_a_killed_client_ends_the_command_with_2(tmp_path: Path) -> None:
+    with command(tmp_path) as process:
+        pids = children(process.pid)
+        os.kill(next(pid for pid in pids if "sim.client" in command_of(pid)), signal.SIGKILL)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2
     assert "error: the client" in stderr.splitlines()[-1]
     assert "SIGKILL" in stderr
     assert "Traceback" not in stderr
     assert gone(pids)
 
 
-def test_no_child_outlives_a_killed_parent(command: "subprocess.Popen[str]") -> None:
-    pids = children(command.pid)
-    command.kill()
-    command.wait()
-    wait_for(lambda: gone(pids))
+def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
+    with command(tmp_path) as process:
+        pids = children(process.pid)
+        process.kill()
+        wait_for(lambda: gone(pids))
+
+
+def test_a_client_at_work_does_not_outlive_a_killed_parent(
+    tmp_path: Path, node: NodeAddress
+) -> None:
+    token_file = write_private(tmp_path / "secret", node.token.decode())
+    spec = kvstore.BlockSpec("any", block_bytes=None)
+    there = ("--connect", node.address, "--token-file", str(token_file))
+    with (
+        kvstore.connect(node.address, spec, token=node.token) as store,
+        command(tmp_path, *there) as process,
+    ):
+        pids = children(process.pid)
+        wait_for(lambda: store.usage().commits > 0)
+        process.kill()
+        wait_for(lambda: gone(pids))
 
 
 def test_children_find_the_package_where_the_parent_did(
