@@ -356,7 +356,8 @@ py::dict Store::usage() {
   without_gil_if(gives_up_lock(0), [&] { report = transport_->usage(); });
   py::dict usage;
   for (const auto& [name, count] : report.counts) usage[name.c_str()] = count;
-  usage["populating"] = usage["populating"].cast<uint64_t>() != 0;
+  const bool populating = usage.contains("populating") && usage["populating"].cast<uint64_t>() != 0;
+  usage["populating"] = populating;
   usage["pages"] = report.pages;
   return usage;
 }

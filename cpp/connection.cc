@@ -24,7 +24,13 @@ Connection::~Connection() {
   if (sending_ && sending_->reply.sent) sending_->reply.sent();
   if (peer_ == nullptr) return;
   peer_->connections.fetch_sub(1);
-  if (control_ && parts_.peers.lost(*peer_, id_)) parts_.sweep();
+  if (!control_) return;
+  const bool told = over();
+  const bool ended = parts_.peers.lost(*peer_, id_);
+  if (!told)
+    parts_.tell("info", ended ? "session ended" : "session without a connection",
+                {{"session", peer_->label()}});
+  if (ended) parts_.sweep();
 }
 
 Connection::Wants Connection::wants() const {
@@ -81,7 +87,7 @@ bool Connection::advance(Nanos now) {
 bool Connection::tick(Nanos now) {
   if (now >= std::min(deadline_, still_)) {
     parts_.counters.stalled.fetch_add(1);
-    parts_.tell("connection stalled", {{"connection", std::to_string(id_)}});
+    parts_.tell("warning", "connection stalled", {{"connection", std::to_string(id_)}});
     return false;
   }
   if (again_ == nullptr) return true;
@@ -282,6 +288,10 @@ void Connection::welcome(PeerProcess process, bool maps_memory) {
     peer_ = entered.peer;
     control_ = true;
     welcome.taken_over = entered.taken_over;
+    parts_.tell(
+        "info", entered.taken_over ? "session taken over" : "session opened",
+        {{"session", peer_->label()},
+         {"memory", maps_memory ? "mapped by " + std::to_string(peer_->process.pid) : "no"}});
     if (maps_memory && !entered.taken_over) parts_.watch(peer_);
     parts_.sweep();  // who was ended by this has connections left
   }
@@ -328,7 +338,8 @@ void Connection::handle_request(const wire::FrameHeader& header, std::span<const
 
 void Connection::refuse_as(wire::Why why, const std::string& message) {
   parts_.counters.refused.fetch_add(1);
-  parts_.tell("connection refused", {{"connection", std::to_string(id_)}, {"why", message}});
+  parts_.tell("warning", "connection refused",
+              {{"connection", std::to_string(id_)}, {"why", message}});
   header_.reset();
   send(refuse(why, message));
 }

@@ -39,7 +39,7 @@ struct ServerParts {
   Nanos stall = 0;  // without progress, in the middle of a message
   Peers& peers;
   ServerCounters counters;
-  std::function<void(const std::string& event,
+  std::function<void(const std::string& level, const std::string& event,
                      std::vector<std::pair<std::string, std::string>> fields)>
       tell;
   // Runs `work` elsewhere; its reply comes back by Connection::answer.

@@ -15,6 +15,11 @@ iovec piece_of(const void* data, size_t bytes) {
 
 }  // namespace
 
+std::string shown(std::string text) {
+  std::ranges::replace_if(text, [](char c) { return c < ' ' || c > '~'; }, '?');
+  return text;
+}
+
 std::unique_ptr<Link> Link::open(const Wanted& wanted, const Patience& patience, Io* failed,
                                  std::string* error, wire::Why* why) {
   Socket socket = connect_to(wanted.address, patience, error);
@@ -125,8 +130,8 @@ Io Link::receive(wire::Type expected, const Patience& patience) {
   io = receive_payload({&piece, 1}, patience);
   if (io != Io::kDone) return io;
   if (header_.type == wire::Type::kRefusal) {
-    const auto refusal = wire::decode<wire::Refusal>(body_);
-    refusal_ = refusal ? refusal->message : "refused without a reason";
+    auto refusal = wire::decode<wire::Refusal>(body_);
+    refusal_ = refusal ? shown(std::move(refusal->message)) : "refused without a reason";
     if (refusal) why_ = refusal->why;
     return Io::kRefused;
   }

@@ -17,6 +17,9 @@
 
 namespace kvstore {
 
+// A text of the node's, as a person may be shown it: bytes that are no plain text are question marks.
+std::string shown(std::string text);
+
 class Link {
  public:
   struct Wanted {

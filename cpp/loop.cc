@@ -211,6 +211,7 @@ void Loop::on_event(uint64_t id, uint32_t events) {
     control(epoll_.fd(), EPOLL_CTL_DEL, peer->process.pidfd.fd(), id, 0);
     watched_.erase(watched);
     parts_.peers.died(*peer);
+    parts_.tell("info", "session ended", {{"session", peer->label()}, {"why", "its process died"}});
     parts_.sweep();
   } else if (const auto at = connections_.find(id); at != connections_.end()) {
     Connection& connection = *at->second.connection;
@@ -239,7 +240,7 @@ void Loop::accept_all(Socket& listener) {
   spare_.reset();
   const bool refused = accept_from(listener.fd(), &exhausted).has_value();
   parts_.counters.refused.fetch_add(1);
-  parts_.tell("connection refused", {{"why", "no descriptors left (ulimit -n)"}});
+  parts_.tell("warning", "connection refused", {{"why", "no descriptors left (ulimit -n)"}});
   spare_ = Socket(eventfd(0, EFD_CLOEXEC));
   if (refused) return;
   accept_again_ = monotonic_now() + kAcceptPause;
@@ -272,7 +273,7 @@ bool Loop::guarded(Connection& connection, Step&& step) {
   try {
     return step();
   } catch (const std::bad_alloc&) {
-    parts_.tell("out of memory", {{"descriptor", std::to_string(connection.fd())}});
+    parts_.tell("error", "out of memory", {{"descriptor", std::to_string(connection.fd())}});
     return false;
   }
 }

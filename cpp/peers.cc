@@ -22,6 +22,14 @@ AttemptId random_name() {
 
 }  // namespace
 
+std::string Peer::label() const {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string text;
+  for (unsigned shift = 32; shift > 0; shift -= 4)
+    text += kHex[session->id.low >> (shift - 4) & 15];
+  return text;
+}
+
 Peers::Entered Peers::enter(const wire::Hello& hello, PeerProcess process, bool maps_memory,
                             uint64_t connection) {
   Entered entered;

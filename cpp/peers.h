@@ -32,6 +32,7 @@ struct Peer {
   uint64_t control = 0;    // its control connection, guarded by Peers; zero: lost
   std::atomic<uint32_t> connections{0};
   std::atomic<bool> over{false};  // its connections are to be closed
+  std::string label() const;      // in log lines; the name itself is a secret
 };
 
 class Peers {

@@ -9,7 +9,20 @@
 namespace kvstore {
 namespace {
 
+constexpr uint64_t kAnswerPartsMax = wire::kBodyBytesMax / 8;
+
 // ---- get: lookup → read → release --------------------------------------------------------------
+
+// Whether one answer holds what stands beside these blocks; a key may be named again and again.
+bool answerable(const LeaseBatch& leases) {
+  uint64_t parts = 0;
+  for (const auto& item : leases.items) parts += item ? item->parts.size() : 0;
+  return parts <= kAnswerPartsMax;
+}
+
+Outcome too_many_parts() {
+  return refused("more parts than one answer holds; ask for fewer blocks at once");
+}
 
 Reply leased(const RequestContext& context, const LeaseBatch& leases) {
   wire::Leased message;
@@ -38,6 +51,10 @@ Outcome lookup(const RequestContext& context, const wire::Lookup& message) {
   if (store.session().num_leased() > context.leases_max) {
     store.release(*leases);
     return answer(refuse(wire::Why::kTooMany, "this session leases more blocks than it may"));
+  }
+  if (!answerable(*leases)) {
+    store.release(*leases);
+    return too_many_parts();
   }
   if (message.view && context.maps_memory) store.session().make_view(*leases, true);
   context.session->keep(leases);
@@ -88,6 +105,11 @@ Outcome get(const RequestContext& context, const wire::Get& message, Nanos now) 
   if (message.room.size() != message.keys.size()) return refused("a get without room for each");
   LocalStore& store = context.session->store;
   const auto leases = store.lookup_to_read(message.keys, now);
+  if (!answerable(*leases)) {
+    store.session().end_read(*leases);
+    store.release(*leases);
+    return too_many_parts();
+  }
   return answer(blocks_of(store, *leases, 0, message.room, 0, UINT64_MAX, [context, leases] {
     LocalStore& own = context.session->store;
     own.session().end_read(*leases);

@@ -42,8 +42,8 @@ Server::Server(std::shared_ptr<Node> node, const ServerOptions& options)
   parts_.hello = options.hello;
   parts_.stall = options.stall;
   random_bytes({reinterpret_cast<uint8_t*>(&parts_.epoch), sizeof parts_.epoch});
-  parts_.tell = [this](const std::string& event, auto fields) {
-    tell("warning", event, std::move(fields));
+  parts_.tell = [this](const std::string& level, const std::string& event, auto fields) {
+    tell(level, event, std::move(fields));
   };
   parts_.run_slowly = [this](uint64_t connection, auto work) {
     {
@@ -120,9 +120,18 @@ void Server::admit(Socket socket) {
   if (num_connections_.fetch_add(1) >= options_.connections_max) {
     num_connections_.fetch_sub(1);
     parts_.counters.refused.fetch_add(1);
-    parts_.tell("connection refused",
-                {{"why", "there are " + std::to_string(options_.connections_max) +
-                             " already, the most there may be"}});
+    const std::string why = "this node has " + std::to_string(options_.connections_max) +
+                            " connections, the most there may be (connections_max)";
+    parts_.tell("warning", "connection refused", {{"why", why}});
+    const Reply reply = refuse(wire::Why::kTooMany, why);
+    wire::FrameHeader header;
+    header.type = reply.type;
+    header.body_bytes = static_cast<uint32_t>(reply.body.size());
+    std::array<uint8_t, wire::kHeaderBytes> head;
+    wire::encode(header, head);
+    const iovec pieces[] = {{head.data(), head.size()},
+                            {const_cast<uint8_t*>(reply.body.data()), reply.body.size()}};
+    send_some(socket.fd(), pieces);  // it is closed either way
     return;
   }
   parts_.counters.accepted.fetch_add(1);

@@ -144,7 +144,7 @@ PutOutcome RemoteStore::put_inline(const PutRequest& request,
   }
   remote_->give(std::move(line));
   remote_->saw_version(done.namespace_version, incarnation);
-  return {std::move(done.statuses), done.parent_held, done.stale, std::move(done.message)};
+  return {std::move(done.statuses), done.parent_held, done.stale, shown(std::move(done.message))};
 }
 
 std::shared_ptr<GrantBatch> RemoteStore::reserve(const PutRequest& request,
@@ -273,7 +273,8 @@ PutOutcome RemoteStore::finish_put(GrantBatch& grants, size_t end, Io io, wire::
       // Not damaged, but never written.
       if (done.statuses[i] == Status::kCorrupt && !whole) done.statuses[i] = Status::kCancelled;
     }
-    outcome = {std::move(done.statuses), done.parent_held, done.stale, std::move(done.message)};
+    outcome = {std::move(done.statuses), done.parent_held, done.stale,
+               shown(std::move(done.message))};
     remote_->saw_version(done.namespace_version, incarnation);
   }
   grants.statuses = outcome.statuses;
@@ -423,13 +424,14 @@ std::vector<Listed> RemoteStore::list() {
 UsageReport RemoteStore::usage() {
   auto answer = asked<wire::UsageIs>(wire::Usage{}, true);
   UsageReport report;
-  for (auto& count : answer.counts) report.counts.emplace_back(std::move(count.name), count.value);
-  report.pages = std::move(answer.pages);
+  for (auto& count : answer.counts)
+    report.counts.emplace_back(shown(std::move(count.name)), count.value);
+  report.pages = shown(std::move(answer.pages));
   return report;
 }
 
 std::string RemoteStore::audit() {
-  return asked<wire::AuditIs>(wire::Audit{}, true, nullptr, kLong).problem;
+  return shown(asked<wire::AuditIs>(wire::Audit{}, true, nullptr, kLong).problem);
 }
 
 bool RemoteStore::settle(Nanos deadline) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +372,8 @@ class Store:
 
     def usage(self) -> Usage:
         """Memory and counts now."""
-        return Usage(**self._native.usage())
+        counts = self._native.usage()  # a node of another version may count more, or less
+        return Usage(**{field.name: counts.get(field.name, 0) for field in fields(Usage)})
 
     def audit(self) -> None:
         """Checks that table, allocator, policy and counts agree. Raises AuditFailed.

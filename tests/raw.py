@@ -103,13 +103,13 @@ def _put(kind: str, value: Any, out: bytearray) -> None:
         out += encode(kind, **value)
 
 
-def encode(name: str, **values: Any) -> bytes:
+def encode(name: str, /, **values: Any) -> bytes:
     out = bytearray()
     last: Any = None
     for field in tables()[1][name]:
         if field is None:
             if last != _there(name):
-                break
+                return bytes(out)
             continue
         last = values.pop(field[0])
         _put(field[1], last, out)
@@ -438,7 +438,7 @@ class Client:
     # get: lookup -> read -> release
 
     def lookup(self, keys: list[bytes]) -> SimpleNamespace:
-        return self.line.ask("Lookup", "Leased", keys=keys, skip=0, run=True)
+        return self.line.ask("Lookup", "Leased", keys=keys, skip=0, run=True, view=False)
 
     def read(self, leased: SimpleNamespace, item: int = 0) -> bytes:
         """One leased block: out of the memory, or over the connection."""
