@@ -164,11 +164,11 @@ def passing(relay: Relay, call: Callable[[], Any]) -> dict[Direction, int]:
 
 
 def places(total: int, count: int) -> list[int]:
-    """Byte counts over a whole exchange: its first and last ones, and others in between."""
+    """Byte counts over a whole exchange: the first, the last, one past it, and some in between."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     random_place = random.Random(seed)
-    edges = {1, 2, 47, 48, 49, total // 2, total - 49, total - 48, total - 1, total}
+    edges = {1, 2, 47, 48, 49, total // 2, total - 49, total - 48, total - 1, total, total + 1}
     return sorted(edges | {random_place.randrange(1, total) for _ in range(count)})
 
 
@@ -206,7 +206,6 @@ def test_a_put_cut_at_any_byte_stores_all_or_nothing_of_a_block(
                 assert not held[i] or statuses[i] in (Status.OK, Status.OUTCOME_UNKNOWN)
             assert other.usage().slots == sum(held)
     assert {Status.OK, Status.OUTCOME_UNKNOWN} <= seen
-    assert len(seen) > 2
 
 
 @pytest.mark.parametrize("size", [3000, 60_000])
