@@ -49,7 +49,11 @@ def honest(name: str, said: SimpleNamespace) -> Answer | None:
         "Write": ("Written", {"status": 0}, b""),
         "Commit": ("PutDone", done, b""),
         "Put": ("PutDone", done, b""),
-        "Lookup": ("Leased", {"lease": 1, "namespace_version": 1, "blocks": [block] * keys}, b""),
+        "Lookup": (
+            "Leased",
+            {"lease": 1, "namespace_version": 1, "view": False, "blocks": [block] * keys},
+            b"",
+        ),
         "Get": (
             "Blocks",
             {"blocks": [sent] * keys, "any_too_small": False, "too_small": 0},

@@ -438,7 +438,7 @@ class Client:
     # get: lookup -> read -> release
 
     def lookup(self, keys: list[bytes]) -> SimpleNamespace:
-        return self.line.ask("Lookup", "Leased", keys=keys, skip=0, run=True)
+        return self.line.ask("Lookup", "Leased", keys=keys, skip=0, run=True, view=False)
 
     def read(self, leased: SimpleNamespace, item: int = 0) -> bytes:
         """One leased block: out of the memory, or over the connection."""

@@ -254,7 +254,7 @@ REQUESTS = {
     "Write": {"attempt": (1, 2), "items": [0, 1], "first": 0, "bytes": raw.WHOLE},
     "Commit": {"attempt": (1, 2), "end": 2, "otherwise": 7, "parts": SUMS},
     "Put": {**RESERVE, "parts": SUMS},
-    "Lookup": {"keys": KEYS, "skip": 0, "run": True},
+    "Lookup": {"keys": KEYS, "skip": 0, "run": True, "view": False},
     "Redeem": {"ticket": (3, 4)},
     "Get": {"keys": KEYS, "room": [9, 9]},
     "Read": {"lease": 7, "first_item": 0, "room": [9], "first": 0, "bytes": raw.WHOLE},
