@@ -29,11 +29,16 @@ constexpr int kAgain = 2;  // who waits for room asks so often, and then goes
   abort();
 }
 
+}  // namespace
+
+namespace wire {
+namespace {
+
 // Decodes; what is a message must be the one encoding of itself.
 template <class Message>
 void codec(In body) {
-  const auto message = wire::decode<Message>(body);
-  if (message && !std::ranges::equal(wire::encode(*message), body))
+  const auto message = decode<Message>(body);
+  if (message && !std::ranges::equal(encode(*message), body))
     give_up("a message with two encodings");
 }
 
@@ -43,7 +48,6 @@ void codecs(In body) {
 }
 
 void decode_all(In bytes) {
-  using namespace wire;
   if (bytes.size() >= kHeaderBytes) {
     for (const uint32_t most : {kHelloBytesMax, kBodyBytesMax}) {
       const auto header = decode_header(bytes.first<kHeaderBytes>(), most);
@@ -59,6 +63,11 @@ void decode_all(In bytes) {
          Blocks, Release, Released, ViewMade, MakeView, TicketIs, Verified, Complain, Apply,
          Applied, Cleared, Listed, UsageIs, AuditIs, Settle, Settled, Left>(bytes);
 }
+
+}  // namespace
+}  // namespace wire
+
+namespace {
 
 // A node that several inputs share; each has sessions of its own, one that maps and one that does
 // not, and leaves nothing behind.
@@ -76,7 +85,7 @@ class Target {
   }
 
   void take(In input) {
-    decode_all(input);
+    wire::decode_all(input);
     names_ = 0;
     const auto session = std::make_shared<PeerSession>(AttemptId{1, 2}, node_, "space", kPart);
     context_ = {session, !input.empty() && input[0] % 2 == 1, 100};
