@@ -52,10 +52,9 @@ def working(store: kvstore.Store) -> Iterator[list[float]]:
                 began = time.monotonic()
                 put = store.put([f"good{number}"], [block(number, 100_000)])
                 got = bytearray(100_000)
-                if not (
-                    put.ok and store.get([f"good{number}"], [got]).ok and is_block(got, number)
-                ):
-                    wrong.append((number, put))
+                back = store.get([f"good{number}"], [got])
+                if not (put.ok and back.ok and is_block(got, number)):
+                    wrong.append((number, put, back, is_block(got, number)))
                 took.append(time.monotonic() - began)
         except kvstore.KvstoreError as error:
             wrong.append(error)

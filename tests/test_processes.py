@@ -22,7 +22,7 @@ from kvstore.sim import client
 from kvstore.sim.client import Mismatch, Tally
 from kvstore.sim.processes import NodeAddress, replay_by_processes, running_node
 from kvstore.sim.replay import ReplayOptions, ReplayReport, make_report, plan, replay
-from kvstore.sim.workload import make_trace, summarize, write_trace
+from kvstore.sim.workload import make_trace, read_trace, summarize, write_trace
 
 TRACE = make_trace(11, 200)
 SUMMARY = summarize(TRACE)
@@ -83,6 +83,20 @@ def test_eviction_stops_at_the_capacity() -> None:
     assert report.evictions > 0
     alone = replay(TRACE, dataclasses.replace(options, clients=1))
     assert report.block_hit_ratio == pytest.approx(alone.block_hit_ratio, abs=0.1)
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize(("capacity", "alone"), [(0, 0.3664), (10_000, 0.2116)])
+def test_four_clients_hit_a_recorded_trace_as_one_does(
+    trace_dir: Path, capacity: int, alone: float
+) -> None:
+    """`alone`: of one client, which `test_replay` checks. No byte is wrong, whoever put it."""
+    rows = list(read_trace(trace_dir / "conversation_trace.jsonl.gz"))
+    options = ReplayOptions(block_bytes=4096, clients=4, capacity_blocks=capacity)
+    report = replay_by_processes(rows, options)
+    assert (report.ok, report.wrong_bytes, report.requests) == (True, 0, len(rows))
+    assert report.transport == "shm"
+    assert abs(report.block_hit_ratio - alone) <= 0.01
 
 
 def test_speed_paces_all_clients() -> None:
