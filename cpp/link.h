@@ -17,7 +17,7 @@
 
 namespace kvstore {
 
-// A text of the node's, as a person may be shown it: bytes that are no plain text are question marks.
+// A text of the node's, as a person may be shown it: other bytes are question marks.
 std::string shown(std::string text);
 
 class Link {

@@ -21,6 +21,7 @@ from kvstore.types import Status
 
 OK = int(Status.OK)
 LENGTH = 3 * MIB + 5
+POOL = 12 * MIB  # of tests that fill it
 LARGE = 8 * MIB  # more than what sockets hold on the way
 TRANSPORTS = ["tcp", "shm"]
 GONE = ("Ended", "BrokenPipeError", "ConnectionResetError")
@@ -143,8 +144,8 @@ def test_nothing_is_left_of_a_client_killed_while_it_waits_for_room(node: SmallN
 
 
 def fill_often(node: SmallNode, transport: str, length: int = MIB) -> None:
-    """Three times the pool by another client; what it gets back is what it put."""
-    count = 3 * node.options["dram_bytes"] // length
+    """Twice the pool by another client; what it gets back is what it put."""
+    count = 2 * node.options["dram_bytes"] // length
     with node.connect(transport) as store:
         hits = 0
         for number in range(count):
@@ -162,7 +163,10 @@ def fill_often(node: SmallNode, transport: str, length: int = MIB) -> None:
 def test_the_grant_of_a_stopped_client_is_its_own(
     tmp_path: Path, transport: str, last: str
 ) -> None:
-    with small_node(tmp_path, grant_ns=10**8) as node, RawClient(node, transport) as client:
+    with (
+        small_node(tmp_path, dram_bytes=POOL, grant_ns=10**8) as node,
+        RawClient(node, transport) as client,
+    ):
         for step in after(PUT, last):
             client.ask(*step)
         client.pause()
@@ -180,7 +184,10 @@ def test_the_grant_of_a_stopped_client_is_its_own(
 
 
 def test_the_view_of_a_stopped_client_is_its_own(tmp_path: Path) -> None:
-    with small_node(tmp_path, lease_ns=10**8) as node, RawClient(node, "shm") as client:
+    with (
+        small_node(tmp_path, dram_bytes=POOL, lease_ns=10**8) as node,
+        RawClient(node, "shm") as client,
+    ):
         for step in [*PUT, ("commit_rest",), ("lookup", [1, 2]), ("view",)]:
             client.ask(*step)
         client.pause()
@@ -193,7 +200,10 @@ def test_the_view_of_a_stopped_client_is_its_own(tmp_path: Path) -> None:
 
 
 def test_the_copying_lease_of_a_stopped_client_lapses_and_it_sees_that(tmp_path: Path) -> None:
-    with small_node(tmp_path, lease_ns=10**8) as node, RawClient(node, "shm") as client:
+    with (
+        small_node(tmp_path, dram_bytes=POOL, lease_ns=10**8) as node,
+        RawClient(node, "shm") as client,
+    ):
         for step in [*PUT, ("commit_rest",), ("lookup", [1, 2]), ("read_begin",)]:
             client.ask(*step)
         client.pause()

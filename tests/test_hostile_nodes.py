@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import raw
@@ -127,9 +128,9 @@ def memory(length: int, seals: int = SEALS) -> int:
 
 
 @contextlib.contextmanager
-def sharing(tmp_path: Path, passed: list[int], **options: object) -> Iterator[FakeNode]:
+def sharing(tmp_path: Path, passed: list[int], **options: Any) -> Iterator[FakeNode]:
     try:
-        with FakeNode(tmp_path / "fake", descriptors=lambda: passed, **options) as node:  # type: ignore[arg-type]
+        with FakeNode(tmp_path / "fake", descriptors=lambda: passed, **options) as node:
             yield node
     finally:
         for descriptor in passed:
