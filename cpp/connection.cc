@@ -22,6 +22,8 @@ Connection::Connection(uint64_t id, Socket socket, ServerParts& parts, Nanos now
 Connection::~Connection() {
   if (sink_) sink_->broken();
   if (sending_ && sending_->reply.sent) sending_->reply.sent();
+  if (sending_ && sending_->reply.unheard) sending_->reply.unheard();
+  if (unheard_) unheard_();
   if (peer_ == nullptr) return;
   peer_->connections.fetch_sub(1);
   if (!control_) return;
@@ -123,6 +125,7 @@ Connection::Step Connection::receive(uint64_t* turn) {
   parts_.counters.bytes_in.fetch_add(moved.bytes, std::memory_order_relaxed);
   *turn -= std::min<uint64_t>(*turn, moved.bytes);
   has_moved();
+  unheard_ = nullptr;
   input_.erase(input_.begin(), input_.begin() + static_cast<ptrdiff_t>(used_));
   used_ = 0;
   input_.insert(input_.end(), scratch.begin(),
@@ -408,6 +411,7 @@ Connection::Step Connection::flush(uint64_t* turn) {
   }
   const bool closes = out.reply.closes;
   if (out.reply.sent) out.reply.sent();
+  unheard_ = std::move(out.reply.unheard);
   sending_.reset();
   at_rest();
   return closes ? Step::kOver : Step::kOn;

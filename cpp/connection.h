@@ -124,6 +124,7 @@ class Connection {
   std::function<std::optional<Reply>()> again_;
   bool slow_ = false;
   std::optional<Sending> sending_;
+  std::function<void()> unheard_;  // of the last reply
 };
 
 }  // namespace kvstore

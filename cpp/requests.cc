@@ -58,7 +58,15 @@ Outcome lookup(const RequestContext& context, const wire::Lookup& message) {
   }
   if (message.view && context.maps_memory) store.session().make_view(*leases, true);
   context.session->keep(leases);
-  return answer(leased(context, *leases));
+  Reply reply = leased(context, *leases);
+  // A copying lease that nobody knows of lapses; a view never would.
+  if (leases->kind == LeaseKind::kView) {
+    reply.unheard = [context, id = leases->id] {
+      if (const auto unknown = context.session->take_leases(id))
+        context.session->store.release(*unknown);
+    };
+  }
+  return answer(std::move(reply));
 }
 
 Outcome redeem(const RequestContext& context, const wire::Redeem& message) {

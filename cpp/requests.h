@@ -20,8 +20,11 @@ struct Reply {
   std::vector<uint8_t> body;
   std::vector<std::span<const uint8_t>> payload;
   std::function<void()> sent;  // called once the payload has left, or never will
-  bool none = false;           // the request has no reply
-  bool closes = false;         // a refusal: the connection ends behind it
+  // Called if the connection ends before anything else comes on it: perhaps nobody has heard this.
+  // A client ends no connection on which the last it heard was such an answer.
+  std::function<void()> unheard;
+  bool none = false;    // the request has no reply
+  bool closes = false;  // a refusal: the connection ends behind it
 };
 
 // Where a request's payload goes: piece after piece, each with the part of a block it belongs to,

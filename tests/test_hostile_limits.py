@@ -147,6 +147,28 @@ def test_no_more_connections_of_one_session_than_there_may_be(tmp_path: Path) ->
         client.join()
 
 
+def test_a_guessed_view_nobody_has_heard_of_is_given_back(tmp_path: Path) -> None:
+    keys = [raw.key("a")]
+    with small_node(tmp_path) as node, raw.Client(node.unix, TOKEN, shm=True) as client:
+        client.put(keys, [b"first"])
+        lines = [client.join(), client.join()]
+        leased = [
+            line.ask("Lookup", "Leased", keys=keys, skip=0, run=True, view=True) for line in lines
+        ]
+        assert [each.view for each in leased] == [True, True]
+        assert node.usage()["view_bytes"] == 10
+        assert lines[0].ask("Exists", "Held", keys=keys).held == [1]  # so it has heard
+        for line in lines:
+            line.close()
+        wait_for(lambda: node.usage()["view_bytes"] == 5)
+        last = client.join()
+        held = [
+            last.ask("Release", "Released", lease=each.lease, quiet=False).held for each in leased
+        ]
+        assert held == [True, False]
+        node.assert_idle()
+
+
 def test_a_flood_of_requests_does_not_keep_others_waiting(tmp_path: Path) -> None:
     """By a client that never waits for answers, and by requests that have none."""
     many = 20_000
