@@ -121,6 +121,7 @@ class ServerHandle {
   std::shared_ptr<Server> server_;
 };
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): the signature pybind11 asks for
 void translate_lost_node(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);

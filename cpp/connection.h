@@ -49,6 +49,16 @@ struct ServerParts {
   std::function<void()> sweep;
 };
 
+// A reply on its way.
+struct Sending {
+  std::array<uint8_t, wire::kHeaderBytes> header;
+  Reply reply;
+  std::vector<int> descriptors;  // passed beside the first byte
+  size_t head = 0;               // of header and body, sent
+  size_t piece = 0;              // of the payload
+  size_t used = 0;               // of that piece
+};
+
 class Connection {
  public:
   Connection(uint64_t id, Socket socket, ServerParts& parts, Nanos now);
@@ -73,14 +83,6 @@ class Connection {
  private:
   enum class Stage : uint8_t { kHello, kProof, kReady };
   enum class Step : uint8_t { kOn, kWait, kOver };
-  struct Sending {
-    std::array<uint8_t, wire::kHeaderBytes> header;
-    Reply reply;
-    std::vector<int> descriptors;  // passed beside the first byte
-    size_t head = 0;               // of header and body, sent
-    size_t piece = 0;              // of the payload
-    size_t used = 0;               // of that piece
-  };
   Step flush(uint64_t* turn);
   Step fill(uint64_t* turn);
   Step take_message(Nanos now, uint64_t* turn);

@@ -132,6 +132,7 @@ void Loop::stop() {
     listeners_.clear();
     const Nanos now = monotonic_now();
     std::vector<uint64_t> ids;
+    ids.reserve(connections_.size());
     for (const auto& [id, served] : connections_) ids.push_back(id);
     for (const uint64_t id : ids) {
       Connection& connection = *connections_.at(id).connection;
