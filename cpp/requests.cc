@@ -41,7 +41,13 @@ Reply leased(const RequestContext& context, const LeaseBatch& leases) {
     if (context.maps_memory) block.slot.extents = item->extents;
     block.parts.assign(item->parts.begin(), item->parts.end());
   }
-  return reply_with(message);
+  Reply reply = reply_with(message);
+  // Nobody else could release what nobody knows of.
+  reply.unheard = [context, id = leases.id] {
+    if (const auto unknown = context.session->take_leases(id))
+      context.session->store.release(*unknown);
+  };
+  return reply;
 }
 
 Outcome lookup(const RequestContext& context, const wire::Lookup& message) {
@@ -58,15 +64,7 @@ Outcome lookup(const RequestContext& context, const wire::Lookup& message) {
   }
   if (message.view && context.maps_memory) store.session().make_view(*leases, true);
   context.session->keep(leases);
-  Reply reply = leased(context, *leases);
-  // A copying lease that nobody knows of lapses; a view never would.
-  if (leases->kind == LeaseKind::kView) {
-    reply.unheard = [context, id = leases->id] {
-      if (const auto unknown = context.session->take_leases(id))
-        context.session->store.release(*unknown);
-    };
-  }
-  return answer(std::move(reply));
+  return answer(leased(context, *leases));
 }
 
 Outcome redeem(const RequestContext& context, const wire::Redeem& message) {
