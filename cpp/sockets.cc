@@ -185,10 +185,6 @@ std::optional<Address> Address::parse(const std::string& text, std::string* erro
   return address;
 }
 
-bool Address::loopback() const {
-  return local() || host == "localhost" || host == "::1" || host.starts_with("127.");
-}
-
 std::string Address::text() const {
   if (local()) return path;
   const bool six = host.find(':') != std::string::npos;

@@ -45,7 +45,6 @@ struct Address {
 
   static std::optional<Address> parse(const std::string& text, std::string* error);
   bool local() const { return !path.empty(); }
-  bool loopback() const;  // no other machine can come
   std::string text() const;
 };
 

@@ -346,7 +346,7 @@ def checksums(data: bytes) -> dict[str, list[int]]:
 
 
 def new_id() -> tuple[int, int]:
-    return struct.unpack("<QQ", os.urandom(16))  # type: ignore[return-value]
+    return struct.unpack("<QQ", os.urandom(16))  # type: ignore[return-value] - the format has two
 
 
 class Client:
