@@ -13,6 +13,8 @@ namespace {
 constexpr uint64_t kUnitBytes = uint64_t{1} << 20;
 // Below this many bytes in all, waking a helper costs more than it brings.
 constexpr uint64_t kAloneBytes = uint64_t{512} << 10;
+// What the kernel enters at once, unless told otherwise.
+constexpr size_t kAroundBytes = size_t{64} << 10;
 
 struct Unit {
   size_t item;
@@ -56,6 +58,13 @@ class SlotCursor {
 
 enum class Direction { kWrite, kRead };
 
+// A first read enters all the pages around into this process's page tables, to be written too; a
+// first write enters one.
+void enter_by_reading(std::span<const uint8_t> memory) {
+  for (size_t at = 0; at < memory.size(); at += kAroundBytes)
+    static_cast<void>(*static_cast<const volatile uint8_t*>(&memory[at]));
+}
+
 // Copies [unit.first, unit.end) between a slot and the caller, part by part, with one checksum per
 // part.
 template <Direction direction, class PerPart>
@@ -71,6 +80,7 @@ void copy_unit(uint8_t* base, std::span<const Extent> extents, const BlockMemory
     while (at < part_end) {
       if (theirs.empty()) theirs = caller.next(unit.end - at);
       const std::span<uint8_t> ours = slot.next(std::min<uint64_t>(theirs.size(), part_end - at));
+      if (direction == Direction::kWrite) enter_by_reading(ours);
       crc = direction == Direction::kWrite
                 ? copy_crc32c(crc, ours.data(), theirs.data(), ours.size())
                 : copy_crc32c(crc, theirs.data(), ours.data(), ours.size());

@@ -17,8 +17,6 @@ namespace kvstore {
 namespace {
 
 constexpr uint64_t kPopulateBytes = uint64_t{32} << 20;  // in one step
-constexpr uint64_t kWorthPreparing = uint64_t{64} << 10;
-constexpr uint64_t kPageBytes = uint64_t{64} << 10;  // or a part of it
 
 // Long enough, and never shorter: else reading it could end the process.
 bool holds(const Socket& file, uint64_t bytes) {
@@ -97,22 +95,14 @@ bool Mapping::populate(uint64_t backed, const std::atomic<bool>& stopping) {
       enter(memory + done.load(), step);
       done.fetch_add(step);
     }
-    return done.load() == bytes_;
   };
-  const bool read = up_to(readable_, populated_);
-  uint8_t* const second = writable_.load();
-  return (second == nullptr || up_to(second, populated_writable_)) && read;
+  up_to(readable_, populated_);
+  if (uint8_t* const second = writable_.load()) up_to(second, populated_writable_);
+  return populated();
 }
 
-void Mapping::prepare(const std::vector<Extent>& extents, bool for_writing) const {
-  const uint64_t done = (for_writing ? populated_writable_ : populated_).load();
-  uint8_t* const memory = for_writing ? writable_.load() : readable_;
-  if (done == bytes_) return;
-  for (const Extent& extent : extents) {
-    if (extent.bytes < kWorthPreparing || extent.offset + extent.bytes <= done) continue;
-    const uint64_t first = extent.offset / kPageBytes * kPageBytes;
-    enter(memory + first, extent.offset + extent.bytes - first);
-  }
+bool Mapping::populated() const {
+  return populated_.load() == bytes_ && (!has_writable() || populated_writable_.load() == bytes_);
 }
 
 }  // namespace kvstore

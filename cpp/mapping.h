@@ -36,12 +36,10 @@ class Mapping {
   }
   bool has_writable() const { return writable_.load() != nullptr; }
 
-  // Enters memory into this process's page tables, which a first touch by a copy does at several
-  // times the price. In the background, all of it up to what the node has backed; true once it is
-  // all there. REQUIRES: one thread at a time.
+  // Enters memory into this process's page tables before a copy has to, up to what the node has
+  // backed; true once it is all there. REQUIRES: one thread at a time.
   bool populate(uint64_t backed, const std::atomic<bool>& stopping);
-  // What is about to be copied, as far as the background has not been there yet.
-  void prepare(const std::vector<Extent>& extents, bool for_writing) const;
+  bool populated() const;  // all of it
 
  private:
   Mapping();

@@ -341,7 +341,7 @@ void Remote::wake_keeper() {
 bool Remote::populate() {
   const uint64_t incarnation = incarnation_.load();
   const std::shared_ptr<Mapping> mapped = mapping(incarnation);
-  if (mapped == nullptr || mapped->populate(0, ending_)) return true;
+  if (mapped == nullptr || mapped->populated()) return true;
   wire::UsageIs usage;
   if (ask(wire::Usage{}, &usage, patience(), true) != Io::kDone) return false;
   uint64_t backed = 0;  // the node backs its memory from the front

@@ -52,7 +52,6 @@ Status ShmStore::write(GrantBatch& grants, const std::vector<BlockMemory>& block
     const auto& item = grants.items[i];
     if (grants.statuses[i] == Status::kOk && !lies_in(*mapping, item.extents, item.length))
       return Status::kUnavailable;
-    if (grants.statuses[i] == Status::kOk) mapping->prepare(item.extents, true);
   }
   return write_blocks(memory, copier_, grants.part_bytes, grants, blocks, range, limits);
 }
@@ -85,9 +84,6 @@ GetOutcome ShmStore::read(LeaseBatch& batch, size_t first, const std::vector<Blo
   const auto held = std::span(leases.items).subspan(first, blocks.size());
   for (const auto& item : held) {
     if (item && !readable(leases, *item)) return outcome;
-  }
-  for (const auto& item : held) {
-    if (item) leases.mapping->prepare(item->extents, false);
   }
   uint8_t* const memory = leases.mapping == nullptr ? nullptr : leases.mapping->readable();
   outcome = read_blocks(memory, copier_, leases, first, blocks, range, limits);
