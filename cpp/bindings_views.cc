@@ -135,7 +135,7 @@ class Leases {
       outcome = call->read(*batch, first, blocks, {range_first, range_bytes},
                            store_->limits_for(timeout_ns));
     });
-    if (std::ranges::count(outcome.statuses, Status::kUnavailable) > 0) {
+    if (outcome.revoked) {
       raise_error("LeaseRevoked",
                   "the lease passed its deadline and its memory was needed; match again");
     }

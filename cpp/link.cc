@@ -24,8 +24,8 @@ std::unique_ptr<Link> Link::open(const Wanted& wanted, const Patience& patience,
                                  std::string* error, wire::Why* why) {
   Socket socket = connect_to(wanted.address, patience, error);
   if (!socket) {
-    *failed =
-        patience.cancelled != nullptr && patience.cancelled->load() ? Io::kCancelled : Io::kLost;
+    const Io over = patience_over(patience);
+    *failed = over == Io::kDone ? Io::kLost : over;
     *error = wanted.address.text() + ": " + *error;
     return nullptr;
   }
@@ -84,11 +84,11 @@ Io Link::send(wire::Type type, const std::vector<uint8_t>& body, uint64_t payloa
   std::array<uint8_t, wire::kHeaderBytes> head;
   wire::encode(header, head);
   iovec pieces[] = {piece_of(head.data(), head.size()), piece_of(body.data(), body.size())};
-  return send_all(socket_.fd(), pieces, patience);
+  return noted(send_all(socket_.fd(), pieces, patience));
 }
 
 Io Link::send_payload(std::span<iovec> pieces, const Patience& patience) {
-  return send_all(socket_.fd(), pieces, patience);
+  return noted(send_all(socket_.fd(), pieces, patience));
 }
 
 // What came with the head first.
@@ -99,7 +99,7 @@ Io Link::receive_payload(std::span<iovec> pieces, const Patience& patience) {
     ahead_ = ahead_.subspan(bytes);
     pieces = skip_front(pieces, bytes);
   }
-  return receive_all(socket_.fd(), pieces, patience);
+  return noted(receive_all(socket_.fd(), pieces, patience));
 }
 
 // Until `ahead_` has so many bytes; the buffer is larger.
@@ -111,6 +111,11 @@ Io Link::look_ahead(size_t bytes, const Patience& patience) {
                                 bytes - ahead_.size(), patience,
                                 takes_descriptors_ ? &descriptors_ : nullptr, &received);
   ahead_ = std::span(buffer_).first(ahead_.size() + received);
+  return noted(io);
+}
+
+Io Link::noted(Io io) {
+  timed_out_ = timed_out_ || io == Io::kTimedOut;
   return io;
 }
 

@@ -36,6 +36,7 @@ class Link {
   std::vector<Socket>& descriptors() { return descriptors_; }  // passed with the welcome
   bool idle_and_alive() const { return kvstore::idle_and_alive(socket_.fd()); }
   const std::string& refusal() const { return refusal_; }
+  bool timed_out() const { return timed_out_; }  // something has not come, or gone, in time
 
   // ---- one exchange: say, and hear
   template <class Message>
@@ -70,11 +71,13 @@ class Link {
           const Patience& patience);
   Io receive(wire::Type expected, const Patience& patience);
   Io look_ahead(size_t bytes, const Patience& patience);
+  Io noted(Io io);
 
   Socket socket_;
   wire::Welcome welcome_;
   std::vector<Socket> descriptors_;
   bool takes_descriptors_ = false;
+  bool timed_out_ = false;
   std::string refusal_;
   wire::Why why_ = wire::Why::kProtocol;
   uint64_t said_ = 0;   // requests

@@ -9,6 +9,7 @@ namespace {
 constexpr unsigned kLinksMax = 32;
 constexpr Nanos kFirstPause = 10 * kMillisecond;  // after a failed try, then twice as long
 constexpr unsigned kPauseDoublings = 7;           // up to 1.28 s
+constexpr Nanos kSilence = 100 * kMillisecond;    // given to a node that may only have been busy
 constexpr std::chrono::milliseconds kKeeperPause{100};
 constexpr std::chrono::milliseconds kQuietPause{1000};
 
@@ -171,8 +172,69 @@ bool Remote::ensure_session(const Patience& patience, Io* failed) {
       connected ? 0 : monotonic_now() + (kFirstPause << std::min(failures_, kPauseDoublings));
   failures_ = connected ? 0 : failures_ + 1;
   if (!connected) last_error_ = std::move(error);
+  if (!connected && *failed == Io::kTimedOut) {
+    suspect();
+  } else {
+    silent_since_ = 0;  // it answers, or is known to be gone
+  }
   given_.notify_all();
   return connected;
+}
+
+// For one exchange, or several in a row.
+std::unique_ptr<Link> Remote::open_link(const Patience& patience, Io* failed, wire::Why* why,
+                                        uint64_t* incarnation) {
+  if (!ensure_session(patience, failed)) return nullptr;
+  Link::Wanted next;
+  {
+    const std::lock_guard lock(mutex_);
+    next.address = address_;
+    next.token = options_.token;
+    next.hello.data = true;
+    next.hello.session = session_;
+    next.only_epoch = epoch_;
+    *incarnation = incarnation_.load();
+  }
+  std::string error;
+  auto link = Link::open(next, patience, failed, &error, why);
+  const std::lock_guard lock(mutex_);
+  if (link == nullptr) last_error_ = std::move(error);
+  if (link == nullptr && *failed == Io::kTimedOut) suspect();
+  return link;
+}
+
+// ---- a node that does not answer ---------------------------------------------------------------
+
+// By one call, whose own deadline may have been short: the keeper finds out at once.
+void Remote::suspect() {
+  if (silent_since_ != 0) return;
+  silent_since_ = monotonic_now();
+  last_error_ = options_.address.text() + ": no answer in time; nothing is asked until it answers";
+  woken_ = true;
+  keeper_wakes_.notify_all();
+}
+
+void Remote::probe() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (silent_since_ == 0) return;
+    ++num_out_;
+  }
+  Io failed = Io::kDone;
+  wire::Why why{};
+  Line line;
+  line.link = open_link(patience(), &failed, &why, &line.incarnation);
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed == Io::kTimedOut) {
+      --num_out_;
+      return;
+    }
+    silent_since_ = 0;
+    if (!line) --num_out_;
+  }
+  if (line) give(std::move(line));
+  given_.notify_all();
 }
 
 std::string Remote::last_error() const {
@@ -200,7 +262,11 @@ Remote::Line Remote::take(const Patience& patience, Io* failed, bool check) {
   wire::Why why{};
   std::unique_lock lock(mutex_);
   while (true) {
-    while (!idle_.empty()) {
+    if (silent_since_ != 0 && monotonic_now() - silent_since_ >= kSilence) {
+      *failed = Io::kLost;
+      return {};
+    }
+    while (silent_since_ == 0 && !idle_.empty()) {
       Line line{std::move(idle_.back()), incarnation_.load()};
       idle_.pop_back();
       if (check && !line.link->idle_and_alive()) continue;
@@ -208,29 +274,14 @@ Remote::Line Remote::take(const Patience& patience, Io* failed, bool check) {
       return line;
     }
     if (over(patience, failed)) return {};
-    if (num_out_ >= kLinksMax) {
+    if (silent_since_ != 0 || num_out_ >= kLinksMax) {
       given_.wait_until(lock, slice_end(patience));
       continue;
     }
     ++num_out_;
     lock.unlock();
     Line line;
-    if (ensure_session(patience, failed)) {
-      Link::Wanted next;
-      {
-        const std::lock_guard state(mutex_);
-        next.address = address_;
-        next.token = options_.token;
-        next.hello.data = true;
-        next.hello.session = session_;
-        next.only_epoch = epoch_;
-        line.incarnation = incarnation_.load();
-      }
-      std::string error;
-      line.link = Link::open(next, patience, failed, &error, &why);
-      const std::lock_guard state(mutex_);
-      if (line.link == nullptr) last_error_ = std::move(error);
-    }
+    line.link = open_link(patience, failed, &why, &line.incarnation);
     lock.lock();
     if (line) return line;
     --num_out_;
@@ -258,6 +309,7 @@ void Remote::drop(Line line) {
     const std::lock_guard lock(mutex_);
     --num_out_;
     if (!line.link->refusal().empty()) last_error_ = line.link->refusal();
+    if (line.link->timed_out()) suspect();
   }
   given_.notify_all();
 }
@@ -325,6 +377,7 @@ void Remote::keep() {
     }
     if (ending_.load()) return;
     Io failed = Io::kDone;
+    probe();
     quiet = ensure_session(patience(), &failed) && pay_debts() && populate();
   }
 }

@@ -3,7 +3,8 @@
 //
 // Life: connect() → take() a connection, talk, give() it back → end(). A lost node is tried again
 //   with growing pauses; a node that has come back under another epoch begins a new *incarnation*,
-//   and what was leased or granted in an older one is gone.
+//   and what was leased or granted in an older one is gone. A node that has not answered in time is
+//   *silent* until the keeper has had an answer: nobody else waits for it meanwhile.
 // Threads: any. Its own: the keeper, which reconnects, pays debts and fills page tables.
 // Owns: its connections and the mapping, which leases and views hold too.
 #pragma once
@@ -108,6 +109,10 @@ class Remote {
   };
   explicit Remote(const RemoteOptions& options) : options_(options) {}
   bool ensure_session(const Patience& patience, Io* failed);
+  std::unique_ptr<Link> open_link(const Patience& patience, Io* failed, wire::Why* why,
+                                  uint64_t* incarnation);
+  void suspect();  // REQUIRES: mutex_
+  void probe();
   Opened open_control(const Patience& patience, Io* failed, std::string* error);
   bool install(Opened opened, std::string* error);
   Link::Wanted wanted(const Address& address) const;
@@ -129,6 +134,7 @@ class Remote {
   bool connecting_ = false;  // somebody is at it
   unsigned failures_ = 0;    // in a row
   Nanos next_try_ = 0;
+  Nanos silent_since_ = 0;  // zero: it answers
   AttemptId session_;
   uint64_t epoch_ = 0;
   Address address_;

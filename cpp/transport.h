@@ -62,6 +62,7 @@ struct GetOutcome {
   // Item whose memory is smaller than its block, and the block's length: then nothing was read at
   // all.
   std::optional<std::pair<size_t, uint64_t>> too_small;
+  bool revoked = false;  // a read whose lease no longer held: not a word on who can be asked
 };
 
 enum class KeyOperation : uint8_t { kRemove, kTouch, kPin, kUnpin };

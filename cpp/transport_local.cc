@@ -167,6 +167,7 @@ GetOutcome LocalStore::read(LeaseBatch& leases, size_t first,
     GetOutcome gone;
     gone.statuses.assign(blocks.size(), Status::kUnavailable);
     gone.bytes.assign(blocks.size(), 0);
+    gone.revoked = true;
     return gone;
   }
   GetOutcome outcome =

@@ -80,6 +80,7 @@ GetOutcome ShmStore::read(LeaseBatch& batch, size_t first, const std::vector<Blo
   GetOutcome outcome;
   outcome.statuses.assign(blocks.size(), Status::kUnavailable);
   outcome.bytes.assign(blocks.size(), 0);
+  outcome.revoked = true;  // unless it is found to hold
   if (leases.ended) return outcome;
   const auto held = std::span(leases.items).subspan(first, blocks.size());
   for (const auto& item : held) {
@@ -94,6 +95,7 @@ GetOutcome ShmStore::read(LeaseBatch& batch, size_t first, const std::vector<Blo
       zero(blocks[i]);
       outcome.statuses[i] = Status::kUnavailable;
       outcome.bytes[i] = 0;
+      outcome.revoked = true;
     } else if (outcome.statuses[i] == Status::kCorrupt) {
       complain(leases, first + i);
     }

@@ -81,6 +81,9 @@ uint64_t end_of(uint64_t length, ByteRange range) {
   return range.bytes >= length - range.first ? length : range.first + range.bytes;
 }
 
+// By any of the lanes that fill one outcome.
+void mark_revoked(GetOutcome* outcome) { std::atomic_ref(outcome->revoked).store(true); }
+
 }  // namespace
 
 size_t TcpStore::num_lanes(uint64_t bytes, size_t items) const {
@@ -198,6 +201,7 @@ void TcpStore::fetch(const Message& message, size_t first, size_t count,
   for (size_t i = 0; sound && i < count; ++i) {
     const wire::SentBlock& block = answer.blocks[i];
     statuses[i] = block.status;
+    if (block.status == Status::kUnavailable) mark_revoked(outcome);
     if (block.status != Status::kOk || answer.any_too_small) continue;
     sound = block.part_bytes > 0 && range.first < block.length;
     if (!sound) break;
@@ -290,7 +294,10 @@ GetOutcome TcpStore::read(LeaseBatch& batch, size_t first, const std::vector<Blo
   const auto& leases = static_cast<RemoteLeases&>(batch);
   const Patience patience = patience_of(limits);
   GetOutcome outcome = in_lanes(blocks, [&](size_t from, size_t count, auto* out, auto* small) {
-    if (leases.ended || leases.incarnation != remote_->incarnation()) return;
+    if (leases.ended || leases.incarnation != remote_->incarnation()) {
+      mark_revoked(out);
+      return;
+    }
     wire::Read message{
         leases.id, static_cast<uint32_t>(first + from), {}, range.first, range.bytes};
     for (size_t i = 0; i < count; ++i) message.room.push_back(blocks[from + i].bytes());

@@ -170,6 +170,54 @@ def test_a_node_that_is_gone_costs_its_callers_nothing(tmp_path: Path) -> None:
             store.close()
 
 
+def test_a_node_that_hangs_costs_its_first_callers_their_timeout(tmp_path: Path) -> None:
+    with NodeProcess(tmp_path) as node:
+        stores = [
+            kvstore.connect(node.address, ANY, transport=each, timeout_s=SHORT_S) for each in REMOTE
+        ]
+        for number, store in enumerate(stores):
+            assert store.put([f"{number}"], [b"x"]).ok
+        with node.paused():
+            for store in stores:
+                in_time(lambda s=store: s.get(["0"], [bytearray(1)]))  # it finds out
+                time.sleep(0.1)
+                took = []
+                for _ in range(200):
+                    began = time.monotonic()
+                    assert store.get(["0"], [bytearray(1)])[0] is Status.UNAVAILABLE
+                    assert store.match_prefix(["0"]).by_node == {}
+                    took.append(time.monotonic() - began)
+                assert sorted(took)[190] < 0.05, f"the slowest {max(took):.3f} s"
+            with pytest.raises(kvstore.NodeUnavailable, match="no answer in time"):
+                stores[0].usage()
+        for store in stores:
+            until(lambda s=store: s.put(["back"], [b"x"]).ok, 2 + GRACE_S)
+            store.close()
+
+
+def test_a_short_deadline_does_not_make_a_node_look_hung(tmp_path: Path) -> None:
+    with NodeProcess(tmp_path, dram=64 * MIB) as node:
+        for transport in REMOTE:
+            with kvstore.connect(node.address, ANY, transport=transport, timeout_s=10) as store:
+                assert store.put(["big"], [bytes(32 * MIB)]).ok
+                stop = threading.Event()
+
+                def hurry(store: kvstore.Store = store, stop: threading.Event = stop) -> int:
+                    late, out = 0, bytearray(32 * MIB)
+                    while not stop.is_set():
+                        late += store.get(["big"], [out], timeout=0.001)[0] is Status.TIMED_OUT
+                    return late
+
+                with ThreadPoolExecutor(1) as pool:
+                    hurrying = pool.submit(hurry)
+                    for number in range(100):
+                        assert store.put([f"{number}"], [b"x"]).ok
+                        assert store.get([f"{number}"], [bytearray(1)]).ok
+                    stop.set()
+                    assert hurrying.result(10) > 0
+                store.clear()
+
+
 # ---- connections ---------------------------------------------------------------------------------
 
 WITHOUT_NAMES = """

@@ -325,6 +325,7 @@ def test_a_slow_connection_ends_at_the_deadline(nodes: Nodes) -> None:
         assert list(result) == [Status.TIMED_OUT]
         assert set(np.unique(got)) <= {0}
         for end in ("deadline", "cancel"):
+            until(lambda: store.match_prefix(["held"]).blocks == 1, 20)  # it still answers
             timeout = SHORT_S if end == "deadline" else 30
             transfer = store.put_async([end], [given], timeout=timeout)
             with pytest.raises(TimeoutError):
